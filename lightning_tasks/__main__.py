@@ -25,6 +25,7 @@ commands:
                                 attnswap predict --ckpt_path CHECKPOINT --images FOLDER
   recipes                       list the shipped recipes: name, summary, paper, what each needs, variants
   compare                       run configurations x seeds, paired, resumable, into one table
+  cell                          one cell of a comparison, on any machine: attnswap compare FILE --plan prints them
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
   drift                         what a mechanism does to a trained model before any training:
                                 attnswap drift --model FOLDER --mechanism rpc --data ag_news --output DIR
@@ -87,14 +88,23 @@ def _run(command: str, arguments: list[str]) -> None:
     elif command == "compare":
         from lightning_tasks.compare.arguments import parser
 
-        parser().parse_args(arguments[1:])  # its help and refusals come at once
+        parser(arguments).parse_args(arguments[1:])  # its help and refusals come at once
         from lightning_tasks.compare.command import main as compare
 
         compare(arguments[1:])
-    elif command == "report":
-        from lightning_tasks.report.arguments import parser
+    elif command == "cell":
+        from lightning_tasks.cli.early_stop import sigterm_in_one_line
+        from lightning_tasks.compare.arguments import cell_parser
 
-        parser().parse_args(arguments[1:])  # its help and refusals come at once
+        cell_parser().parse_args(arguments[1:])
+        with sigterm_in_one_line():
+            from lightning_tasks.compare.command import run_one
+
+            run_one(arguments[1:])
+    elif command == "report":
+        from lightning_tasks.report.arguments import parser as report_parser
+
+        report_parser().parse_args(arguments[1:])  # its help and refusals come at once
         from lightning_tasks.report.page import main as report
 
         report(arguments[1:])
@@ -118,7 +128,7 @@ def _run(command: str, arguments: list[str]) -> None:
 
             run(arguments)
     else:
-        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "report", "drift", "analyze", "show-batch"))
+        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "cell", "report", "drift", "analyze", "show-batch"))
         raise UsageError(f"unknown command {command!r}; the commands are {known}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,23 @@ class Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of `attnswap compare`."""
+def cell_parser() -> argparse.ArgumentParser:
+    """The parser of `attnswap cell`."""
+    arguments = argparse.ArgumentParser(
+        prog="attnswap cell",
+        allow_abbrev=False,
+        description="Run one cell of a comparison that `attnswap compare --plan` wrote. Ends with 0 where it is "
+        "finished, 1 where it failed, 2 where it was refused, 3 where its run diverged, 75 where another process runs "
+        "it, 143 where SIGTERM ended it.",
+    )
+    arguments.add_argument("folder", metavar="DIR", type=Path, help="--output of the comparison")
+    arguments.add_argument("variant", metavar="VARIANT", help="its name")
+    arguments.add_argument("seed", metavar="SEED", type=int, help="its seed")
+    return arguments
+
+
+def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The parser of `attnswap compare`; for `--status` there is no `--output`."""
     arguments = argparse.ArgumentParser(
         prog="attnswap compare",
         allow_abbrev=False,
@@ -49,7 +65,13 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_argument("configs", nargs="+", metavar="CONFIG", help="recipes, or files with `base` and `variants`")
     arguments.add_argument("--seeds", action=Once, default="0:8", help="0:8 or 0,3,5 (default: %(default)s)")
     arguments.add_argument(
-        "--output", action=Once, required=True, type=Path, help="folder for the cells and the tables"
+        "--output", action=Once, required="--status" not in given, type=Path, help="folder for the cells and the tables"
+    )
+    arguments.add_argument(
+        "--plan", action="store_true", help="run nothing, and print a command for each cell, for a scheduler of yours"
+    )
+    arguments.add_argument(
+        "--status", action="store_true", help="CONFIG is the folder of a plan: say what became of its cells"
     )
     arguments.add_argument(
         "--jobs",

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -58,6 +58,11 @@ class Cell:
     def folder(self) -> Path:
         """Where the files of this cell are."""
         return Path(self.output) / self.place / folder_name(self.name) / f"seed_{self.seed}"
+
+    @property
+    def lease(self) -> Path:
+        """The file of who runs it."""
+        return Path(self.output) / "leases" / self.place / self.folder.parent.name / self.folder.name
 
     @property
     def log(self) -> Path:
@@ -175,12 +180,13 @@ def folder_name(name: str) -> str:
     return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
 
 
-def run_cell(cell: Cell, planned: Sources | None = None) -> None:
+def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[], None] = lambda: None) -> None:
     """Run `cell` in this process with one torch thread, its output in log.txt, and write its result.
 
     Args:
         cell: which.
         planned: the code and files of its configuration as they were when the comparison started.
+        may_write: called before the result is written, and raises where it must not be.
 
     Raises:
         UsageError: they have changed since.
@@ -233,6 +239,7 @@ def run_cell(cell: Cell, planned: Sources | None = None) -> None:
         "stopped": stopped,
         "rows": read_metrics(Path(pairing.folder) / "metrics.csv"),
     }
+    may_write()
     with written_whole(cell.folder / RESULT) as partial:
         partial.write_text(json.dumps(result), encoding="utf-8")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_tasks.compare.arguments import parser
+from lightning_tasks.compare.arguments import cell_parser, parser
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import NOTHING, Choice
+from lightning_tasks.compare.cluster.lease import HeldError, run_held
+from lightning_tasks.compare.cluster.plan_file import Plan, commands, find_cell, read_plan, status, write_plan
 from lightning_tasks.compare.plan import (
     check_cells,
     keeps_checkpoints,
@@ -31,8 +35,8 @@ from lightning_tasks.compare.record import (
 from lightning_tasks.compare.selection import Select, candidates, choose, chosen, plan_selection, read_select
 from lightning_tasks.compare.summary import Endpoints, SummaryRow, count_comparisons
 from lightning_tasks.compare.tables import write_tables
-from lightning_tasks.compare.workers import failures_by_reason, run_cells
-from lightning_tasks.errors import UsageError, reason
+from lightning_tasks.compare.workers import failure, failures_by_reason, run_cells
+from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.recipes.schema import NOT_USED, is_part_of
 from lightning_tasks.recipes.shipped import offered
 from lightning_tasks.recipes.variants import Variant, full_name, read_variants
@@ -48,9 +52,92 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
             again resumes.
     """
-    options = parser().parse_args(list(arguments))
+    options = parser(arguments).parse_args(list(arguments))
+    if options.status:
+        comparison, _ = planned(Path(options.configs[0]))
+        print(status([*comparison.to_select, *comparison.cells]))
+        return
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
+    comparison = comparison_of(options)
+    check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
+    with output_folder(options.output):
+        try:
+            if options.plan:
+                _write_plan(comparison, [argument for argument in arguments if argument != "--plan"])
+            else:
+                _run_and_write(comparison, options.jobs)
+        except OSError as error:  # a full disk
+            raise UsageError(
+                f"{reason(error)}; cells that are finished are kept in {options.output}, and the same command goes on"
+            ) from error
+
+
+DIVERGED, HELD = 3, 75
+
+
+def run_one(arguments: Sequence[str]) -> None:
+    """Run `attnswap cell` with these arguments: one cell of a plan, which another process may run at the same time.
+
+    Raises:
+        UsageError: there is no such plan or cell, or its code or files are others than those of the plan.
+        SystemExit: with 1 where the cell failed, 3 where its run diverged, 75 where another process runs it.
+    """
+    options = cell_parser().parse_args(list(arguments))
+    comparison, plan = planned(options.folder)
+    cell = find_cell([*comparison.to_select, *comparison.planned], options.variant, options.seed)
+    if not cell.is_finished():
+        try:
+            run_held(cell, plan.sources.get(cell.name))
+        except HeldError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(HELD) from None
+        except Exception as error:
+            if isinstance(error, UsageError) or refusal_in(error) is not None:
+                raise
+            raise SystemExit(f"{cell.label} failed: {failure(cell, error)}; log: {cell.log}") from error
+    stopped = str(cell.result().get("stopped", ""))
+    print(f"{cell.label}: {f'diverged: {stopped}' if stopped else 'finished'}")
+    if stopped:
+        raise SystemExit(DIVERGED)
+
+
+def planned(output: Path) -> tuple[Comparison, Plan]:
+    """The comparison of a plan, in the folder where it was made.
+
+    Raises:
+        UsageError: there is no plan, or no such folder.
+    """
+    output = output.resolve()
+    plan = read_plan(output)
+    if not os.path.isdir(plan.folder):
+        raise UsageError(f"the plan in {output} was made in {plan.folder}, which is not here")
+    os.chdir(plan.folder)
+    options = parser(plan.arguments).parse_args(plan.arguments)
+    return replace(comparison_of(options), output=output), plan
+
+
+def _write_plan(comparison: Comparison, arguments: list[str]) -> None:
+    """Write the plan, and print a command for each cell that is not finished."""
+    cells = [*comparison.to_select, *comparison.to_run]
+    sources = {cell.name: cell.sources for cell in cells}
+    write_plan(Plan(os.getcwd(), arguments, sources), comparison.output)
+    comparison.write_record()
+    for line in commands(cells, comparison.output):
+        print(line)
+    if waiting := len([cell for cell in comparison.cells if cell.name in comparison.asked]) - len(comparison.to_run):
+        print(
+            f"attnswap: {waiting} cells wait for these: and values are chosen then; give --plan again",
+            file=sys.stderr,
+        )
+
+
+def comparison_of(options: argparse.Namespace) -> Comparison:
+    """What the arguments describe.
+
+    Raises:
+        UsageError: they make no sense.
+    """
     for key in (item.partition("=")[0] for item in options.set):
         if found := [name for name in NOT_USED if is_part_of(key, name)]:
             raise UsageError(f"--set {key}: `attnswap compare` sets {found[0]} of each cell; leave it out")
@@ -62,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     references = summary_references(options.configs)
     comparisons = count_comparisons([variant.name for variant in variants], references)
     endpoints = replace(endpoints, comparisons=comparisons)
-    comparison = Comparison(
+    return Comparison(
         variants,
         seeds,
         options.output,
@@ -76,14 +163,6 @@ def main(arguments: Sequence[str]) -> None:
         with_references(options.variant, variants, references),
         options.keep,
     )
-    check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
-    with output_folder(options.output):
-        try:
-            _run_and_write(comparison, options.jobs)
-        except OSError as error:  # a full disk
-            raise UsageError(
-                f"{reason(error)}; cells that are finished are kept in {options.output}, and the same command goes on"
-            ) from error
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_tasks.compare.cell import Cell, last_error, run_cell
+from lightning_tasks.compare.cell import Cell, last_error
+from lightning_tasks.compare.cluster.lease import run_held
 from lightning_tasks.errors import reason
 from lightning_tasks.runs.environment import Code, take_code, this_environment
 
@@ -85,7 +86,7 @@ def _run_in_pool(
     initial = _shared(len(devices)), queue, (here.commit, here.modified)
     with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
-            futures = {pool.submit(run_cell, cell, cell.sources): cell for cell in cells}
+            futures = {pool.submit(run_held, cell, cell.sources): cell for cell in cells}
             for future in as_completed(futures):
                 if isinstance(error := future.exception(), BrokenProcessPool):
                     lost[futures[future]] = error
