@@ -93,5 +93,13 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
             lines.append({"name": name, **center, "holds": _side(found) != "within"})
         return Figure(lambda: forest.draw_differences((lines, title)), [lines, title], forest)
 
-    found = (with_one_map, after_training, loss, measures, course, distances)
+    def monitored(run: str, statistic: str, epoch: int) -> str:
+        """The mean over layers that KernelPCAMonitor logged after an epoch."""
+        rows = tables.read(folder.path / "monitor.parquet").to_pylist()
+        values = [
+            row["value"] for row in rows if (row["run"], row["statistic"], row["epoch"]) == (run, statistic, epoch)
+        ]
+        return number(float(np.mean(values)), 2)
+
+    found = (with_one_map, after_training, loss, measures, course, distances, monitored)
     return {word.__name__: word for word in found}
