@@ -1,0 +1,115 @@
+"""A comparison by commands on two working copies, whose workers are killed at random moments, ends as a serial one.
+
+python -m tests.reliability.kill_cells [--kills 50] [--seeds 8] [--seed 0]
+
+Three variants by the seeds. Each of two workers, each in a copy of the repository of its own, runs the commands of the
+plan in an order of its own until all cells are finished. Results are compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("attention_modules", "lightning_tasks", "datamodules", "attnswap", "configs")
+FILE = {
+    "base": "quickstart/language_modeling",
+    "variants": {
+        "rpc": None,
+        "slow": {"model.optimizer.init_args.lr": 1e-3},
+        "small": {"model.model.init_args.num_layers": 1},
+    },
+    "settings": {"trainer.max_steps": 20, "trainer.val_check_interval": 5, "trainer.limit_val_batches": 2},
+    "metrics": ["val/loss"],
+    "checkpoints": False,
+}
+WORKER = """
+import random, shlex, subprocess, sys, time
+lines = open(sys.argv[1]).read().splitlines()
+random.Random(int(sys.argv[2])).shuffle(lines)
+while lines:
+    for line in list(lines):
+        code = subprocess.run([sys.executable, "-m", *shlex.split(line)]).returncode
+        if code == 0:
+            lines.remove(line)
+        elif code != 75:
+            sys.exit(code)
+    time.sleep(0.5)
+"""
+
+
+def attnswap(copy: Path, *arguments: str) -> str:
+    """What a command prints, run with the code of a working copy."""
+    command = [sys.executable, "-m", "attnswap", *arguments]
+    done = subprocess.run(command, cwd=copy.parent, env=environment(copy), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}: {done.stderr[-2_000:]}")
+    return done.stdout
+
+
+def environment(copy: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "ATTNSWAP_NUM_WORKERS": "0"}
+
+
+def trial(folder: Path, kills: int, seeds: int, seed: int) -> None:
+    """Raises AssertionError where the tables differ, a lease is left, or a cell is missing."""
+    copies = [folder / f"machine_{number}" / "code" for number in (1, 2)]
+    for copy in copies:
+        for part in PARTS:
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    file, output, serial = folder / "comparison.json", folder / "shared", folder / "serial"
+    file.write_text(json.dumps(FILE), encoding="utf-8")
+    asked = [str(file), "--seeds", f"0:{seeds}"]
+    attnswap(copies[0], "compare", *asked, "--output", str(serial))
+    plan = folder / "cells.txt"
+    plan.write_text(attnswap(copies[0], "compare", *asked, "--output", str(output), "--plan"), encoding="utf-8")
+    draw, killed, begun = random.Random(seed), 0, time.monotonic()
+
+    def start(number: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WORKER, str(plan), str(draw.randrange(1 << 30))]
+        copy = copies[number]
+        return subprocess.Popen(command, cwd=copy.parent, env=environment(copy), start_new_session=True)
+
+    workers = [start(0), start(1)]
+    while any(worker.poll() is None for worker in workers):
+        time.sleep(draw.uniform(2.0, 10.0))
+        number = draw.randrange(2)
+        if killed < kills and workers[number].poll() is None:
+            os.killpg(workers[number].pid, signal.SIGKILL)
+            workers[number].wait()
+            killed += 1
+            workers[number] = start(number)
+    assert [worker.returncode for worker in workers] == [0, 0]
+    seconds = time.monotonic() - begun
+    attnswap(copies[1], "compare", *asked, "--output", str(output))
+    same = (output / "results.csv").read_bytes() == (serial / "results.csv").read_bytes()
+    left = [path for path in (output / "leases").rglob("*") if path.is_file()]
+    print(f"{3 * seeds} cells, {killed} kills in {seconds:.0f} s; tables equal: {same}; leases left: {len(left)}")
+    assert same
+    assert not left
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        trial(Path(folder), options.kills, options.seeds, options.seed)
+
+
+if __name__ == "__main__":
+    main()
