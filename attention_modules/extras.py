@@ -14,6 +14,7 @@ EXTRA_OF = {
     "mmseg": "mmseg",
     "safetensors": "hf",
     "scipy": "analysis",
+    "submitit": "slurm",
     "tokenizers": "hf",
     "transformers": "hf",
     "wandb": "wandb",

@@ -53,6 +53,26 @@ def cell_parser() -> argparse.ArgumentParser:
     return arguments
 
 
+def executor_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `--executor.KEY VALUE` say, numbers as numbers."""
+    import yaml
+
+    given = {key.partition(".")[2]: value for key, value in vars(options).items() if key.startswith("executor.")}
+    return {key: yaml.safe_load(value) for key, value in given.items()}
+
+
+def without_executor(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--plan` and those of the executor."""
+    kept, skips = [], False
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        ours = name == "--executor" or name.startswith("--executor.")
+        if not (skips or ours or name == "--plan"):
+            kept.append(argument)
+        skips = ours and "=" not in argument
+    return kept
+
+
 def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of `attnswap compare`; for `--status` there is no `--output`."""
     arguments = argparse.ArgumentParser(
@@ -70,6 +90,15 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     arguments.add_argument(
         "--plan", action="store_true", help="run nothing, and print a command for each cell, for a scheduler of yours"
     )
+    arguments.add_argument(
+        "--executor",
+        action=Once,
+        choices=["submitit"],
+        help="submit the cells of --plan as jobs, and end; --executor.KEY VALUE are options of submitit's AutoExecutor "
+        "(timeout_min, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), and cluster: slurm or local",
+    )
+    for option in dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--executor.")):
+        arguments.add_argument(option, action=Once, dest=option[2:], help=argparse.SUPPRESS)
     arguments.add_argument(
         "--status", action="store_true", help="CONFIG is the folder of a plan: say what became of its cells"
     )

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_tasks.compare.arguments import cell_parser, parser
+from lightning_tasks.compare.arguments import cell_parser, executor_options, parser, without_executor
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import NOTHING, Choice
 from lightning_tasks.compare.cluster.lease import HeldError, run_held
 from lightning_tasks.compare.cluster.plan_file import Plan, commands, find_cell, read_plan, status, write_plan
+from lightning_tasks.compare.cluster.submit import JOBS, submit
 from lightning_tasks.compare.plan import (
     check_cells,
     keeps_checkpoints,
@@ -63,8 +64,12 @@ def main(arguments: Sequence[str]) -> None:
     check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
     with output_folder(options.output):
         try:
-            if options.plan:
-                _write_plan(comparison, [argument for argument in arguments if argument != "--plan"])
+            if options.plan or options.executor:
+                cells = _write_plan(comparison, without_executor(arguments))
+                if options.executor:
+                    _submit(cells, options)
+                else:
+                    print("".join(commands(cells, options.output)), end="")
             else:
                 _run_and_write(comparison, options.jobs)
         except OSError as error:  # a full disk
@@ -117,19 +122,25 @@ def planned(output: Path) -> tuple[Comparison, Plan]:
     return replace(comparison_of(options), output=output), plan
 
 
-def _write_plan(comparison: Comparison, arguments: list[str]) -> None:
-    """Write the plan, and print a command for each cell that is not finished."""
+def _submit(cells: Sequence[Cell], options: argparse.Namespace) -> None:
+    jobs = submit(cells, options.output, executor_options(options))
+    numbers = f": {jobs[0]} to {jobs[-1]}" if jobs else ""
+    print(f"submitted {len(jobs)} jobs{numbers}; their logs are in {options.output / JOBS}")
+    print(f"attnswap compare {options.output} --status; the same command without --executor writes the tables")
+
+
+def _write_plan(comparison: Comparison, arguments: list[str]) -> list[Cell]:
+    """Write the plan; return its cells."""
     cells = [*comparison.to_select, *comparison.to_run]
     sources = {cell.name: cell.sources for cell in cells}
     write_plan(Plan(os.getcwd(), arguments, sources), comparison.output)
     comparison.write_record()
-    for line in commands(cells, comparison.output):
-        print(line)
     if waiting := len([cell for cell in comparison.cells if cell.name in comparison.asked]) - len(comparison.to_run):
         print(
-            f"attnswap: {waiting} cells wait for these: and values are chosen then; give --plan again",
+            f"attnswap: {waiting} cells wait until these have chosen values; give --plan again",
             file=sys.stderr,
         )
+    return cells
 
 
 def comparison_of(options: argparse.Namespace) -> Comparison:

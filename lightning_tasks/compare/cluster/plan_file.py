@@ -73,7 +73,9 @@ def commands(cells: Iterable[Cell], output: Path) -> list[str]:
     """A line for each cell that is not finished."""
     place = str(output.resolve())
     return [
-        shlex.join(["attnswap", "cell", place, cell.name, str(cell.seed)]) for cell in cells if not cell.is_finished()
+        shlex.join(["attnswap", "cell", place, cell.name, str(cell.seed)]) + "\n"
+        for cell in cells
+        if not cell.is_finished()
     ]
 
 

@@ -1,0 +1,83 @@
+"""`--executor submitit`: processes of this machine finish the cells, and SLURM is asked as sbatch wants it."""
+
+import os
+import time
+
+import pytest
+
+from lightning_tasks.__main__ import main
+from lightning_tasks.compare.arguments import executor_options, parser, without_executor
+from lightning_tasks.compare.cluster.submit import CellJob
+from lightning_tasks.compare.plan import plan_cells
+from lightning_tasks.recipes.variants import read_variants
+
+submitit = pytest.importorskip("submitit")
+SBATCH = """#!/bin/bash
+for file; do :; done
+cp "$file" "$ASKED"
+echo "Submitted batch job 42"
+"""
+
+
+def compare(comparison, output, *arguments):
+    main(["compare", str(comparison), "--seeds", "0:1", "--output", str(output), *arguments])
+
+
+def test_processes_of_this_machine_finish_the_cells(comparison, tmp_path, capsys):
+    output = tmp_path / "out"
+    compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local", "--executor.timeout_min=5")
+    assert "submitted 3 jobs: " in capsys.readouterr().out
+    cells = plan_cells(read_variants(str(comparison)), [0], output, comparison=comparison.stem)
+    for _ in range(240):
+        if all(cell.is_finished() for cell in cells):
+            break
+        time.sleep(0.5)
+    main(["compare", str(output), "--status"])
+    assert "3 of 3 cells finished, 0 run" in capsys.readouterr().out
+    compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local")
+    assert "submitted 0 jobs;" in capsys.readouterr().out
+
+
+def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, capsys, monkeypatch):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "srun"):
+        (tools / name).write_text(SBATCH)
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked.sh"))
+    options = {"cluster": "slurm", "timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
+    given = [f"--executor.{key}={value}" for key, value in options.items()]
+    compare(comparison, tmp_path / "out", "--executor=submitit", *given, "--executor.slurm_array_parallelism", "2")
+    assert "submitted 3 jobs: 42_0 to 42_2; their logs are in " in capsys.readouterr().out
+    asked = (tmp_path / "asked.sh").read_text()
+    for line in ("array=0-2%2", "time=90", "gpus-per-node=1", "partition=long", "job-name=attnswap", "signal=USR2@90"):
+        assert f"#SBATCH --{line}\n" in asked
+    job = CellJob("out", "slow", 0)
+    assert job.checkpoint().function is job
+
+
+def test_an_option_that_submitit_does_not_know_is_refused(comparison, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        compare(comparison, tmp_path / "out", "--executor", "submitit", "--executor.cluster=local", "--executor.gpu=1")
+    assert stop.value.code == 2
+    assert "--executor submitit: " in (said := capsys.readouterr().err)
+    assert "gpu" in said
+
+
+def test_a_plan_keeps_nothing_of_the_executor():
+    given = ["a", "--executor", "submitit", "--seeds", "0:2", "--executor.mem_gb", "4", "--executor.nodes=1", "--plan"]
+    assert without_executor([*given, "--jobs", "2"]) == ["a", "--seeds", "0:2", "--jobs", "2"]
+    options = parser([*given, "--output", "o"]).parse_args([*given, "--output", "o"])
+    assert executor_options(options) == {"mem_gb": 4, "nodes": 1}
+
+
+@pytest.mark.parametrize(("status", "fails"), [(0, False), (3, False), (75, False), (1, True), (2, True), (-9, True)])
+def test_a_job_fails_where_its_cell_does(status, fails, monkeypatch):
+    monkeypatch.setattr("subprocess.run", lambda command, check: type("Done", (), {"returncode": status}))
+    job = CellJob("out", "slow", 0)
+    if fails:
+        with pytest.raises(RuntimeError, match=f"slow seed 0 ended with {status}"):
+            job()
+    else:
+        assert job() == status
