@@ -116,12 +116,12 @@ class Cell:
         return self.result().get("sources") if self._has_result() else None
 
     def refuse_links(self) -> None:
-        """Check that no folder of this cell is a symbolic link, so that clearing it deletes nothing elsewhere.
+        """Check that no folder of this cell is a symbolic link, so that nothing elsewhere is deleted or written.
 
         Raises:
             UsageError: one is.
         """
-        for folder in (self.folder, *self.folder.parents[:2]):
+        for folder in (self.folder, *self.folder.parents[:2], *self.lease.parents[:3]):
             if folder.is_symlink():
                 raise UsageError(
                     f"{folder} is a symbolic link, and cells that are not finished are deleted: remove the link, or "

@@ -122,9 +122,9 @@ def held(path: Path, what: str) -> Iterator[Lease]:
     owner = Owner(socket.gethostname(), os.getpid(), now, uuid4().hex)
     began = time.monotonic()
     while not _made(path, owner):
-        found = owner_of(path)
+        found, seen = owner_of(path), _state(path)
         if is_free(path):
-            _take_away(path, found, owner)
+            _take_away(path, seen, owner)
         elif found is not None and found.host == owner.host and time.monotonic() - began < ENDING:
             time.sleep(0.1)
         else:
@@ -142,9 +142,10 @@ def owner_of(path: Path) -> Owner | None:
     try:
         with path.open(encoding="utf-8") as file:
             given = json.loads(file.read(_MOST_BYTES))
-        return Owner(str(given["host"]), int(given["process"]), str(given["since"]), str(given["token"]))
-    except (OSError, ValueError, TypeError, KeyError):
+        owner = Owner(str(given["host"]), int(given["process"]), str(given["since"]), str(given["token"]))
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+    return owner if owner.process > 0 and str(owner).isprintable() else None
 
 
 def is_free(path: Path) -> bool:
@@ -179,12 +180,21 @@ def _made(path: Path, owner: Owner) -> bool:
     return True
 
 
-def _take_away(path: Path, dead: Owner | None, owner: Owner) -> None:
+def _state(path: Path) -> tuple[int, int] | None:
+    """What changes when another file takes its place, or its owner gives a sign of life."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _take_away(path: Path, dead: tuple[int, int] | None, owner: Owner) -> None:
     """Remove the lease of an owner who gave no sign of life; of several processes that try it, one does."""
     aside = path.with_name(f"{path.name}.{owner.token}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, aside)
-        if owner_of(aside) != dead:  # meanwhile another one took it over: it goes back
+        if _state(aside) != dead:  # meanwhile another one took it over, or its owner woke up: it goes back
             with contextlib.suppress(FileExistsError):
                 os.link(aside, path)
         aside.unlink()

@@ -6,7 +6,7 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
@@ -116,7 +116,7 @@ def find_cell(cells: Sequence[Cell], variant: str, seed: int) -> Cell:
     """
     for cell in cells:
         if (cell.name, cell.seed) == (variant, seed):
-            return replace(cell)
+            return cell
     known = list(dict.fromkeys(cell.name for cell in cells))
     seeds = ", ".join(str(cell.seed) for cell in cells if cell.name == variant)
     raise UsageError(

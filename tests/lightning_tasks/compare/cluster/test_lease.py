@@ -12,6 +12,8 @@ import pytest
 from lightning_tasks.compare.cluster import lease
 from lightning_tasks.compare.cluster.lease import HeldError, LostError, held, is_free, owner_of
 
+OTHER = {"host": "elsewhere", "process": 7, "since": "2026", "token": "a"}
+
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
@@ -23,7 +25,7 @@ def written(path, **changes):
     """A lease of another machine, whose file is as old as asked."""
     age = changes.pop("age", 0.0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"host": "elsewhere", "process": 7, "since": "2026", "token": "a", **changes}))
+    path.write_text(json.dumps({**OTHER, **changes}))
     os.utime(path, (time.time() - age,) * 2)
 
 
@@ -58,7 +60,14 @@ def test_the_dead_on_this_machine_are_not_waited_for(path):
         pass
 
 
-TEXTS = ["", "{", "[]", '{"host": 1}', "\0" * 2_000]
+STRANGE = [
+    {"process": 0},
+    {"process": -1},
+    {"process": 1e400},
+    {"host": "\x1b[31mred"},
+    {"since": None, "process": "x"},
+]
+TEXTS = ["", "{", "[]", '{"host": 1}', "\0" * 2_000, *(json.dumps({**OTHER, **each}) for each in STRANGE)]
 
 
 def test_one_that_is_ending_on_this_machine_is_waited_for(path, monkeypatch):
@@ -120,3 +129,12 @@ def test_of_many_who_take_over_one_holds_it(path):
     assert max(most) == 1
     assert len(most) + len(failures) == 8
     assert [*path.parent.iterdir()] == []
+
+
+def test_one_who_wakes_up_meanwhile_keeps_it(path, monkeypatch):
+    written(path, age=lease.PATIENCE + 60)
+    seen = lease._state(path)
+    os.utime(path)
+    lease._take_away(path, seen, lease.Owner(token="b"))
+    assert owner_of(path).host == "elsewhere"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
