@@ -113,6 +113,8 @@ class AttentionMechanism(nn.Module):
     counts_columns: bool = False
     """Whether it learns something of each position by its column, so that a layer which knows of other positions
     (packed sequences, padding before a sequence) is refused."""
+    counts_distances: ClassVar[bool] = False
+    """Whether it learns something of the distance of two tokens by that of their columns."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from attention_modules.extras import needed_for
 from attention_modules.hosts.base import MARK, PLAN
 from attention_modules.hosts.query import lose_query
-from attention_modules.mechanism import Mechanism, available_mechanisms, short_name
+from attention_modules.mechanism import Mechanism, available_mechanisms, mechanism_class, short_name
 from attention_modules.swap import swap_attention
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -204,15 +205,15 @@ def _swaps(folder: object, plan: _Plan, mechanism: Mechanism | Mapping[str, Mech
         given = mechanism.get(name) if isinstance(mechanism, Mapping) else mechanism
         if name in available_mechanisms() and options is not None:
             swaps.append(_Swap(name, name, options, names, lost))
-        elif given is not None:
+        elif given is not None and not (options is None and _takes_options(given)):
             taken.add(name)
             swaps.append(_Swap(name, given, options or {}, names, lost))
         else:
             why = (
-                f"the mechanism {name!r}, which is not registered here: {_cure(name)}"
-                if name not in available_mechanisms()
-                else f"no options of {name!r}, as they are no plain data. Give a callable that takes an AttentionSpec "
-                "as mechanism="
+                f"no options of {name!r}, as they are no plain data, and others would compute something else. Give a "
+                "callable that takes an AttentionSpec and builds it as it was, as mechanism="
+                if options is None
+                else f"the mechanism {name!r}, which is not registered here: {_cure(name)}"
             )
             raise ValueError(f"{PLAN} of {folder} names for {', '.join(names)} {why}")
     unused = {*mechanism} - taken if isinstance(mechanism, Mapping) else mechanism is not None and not taken
@@ -223,6 +224,12 @@ def _swaps(folder: object, plan: _Plan, mechanism: Mechanism | Mapping[str, Mech
             "built by their names; leave out what is not asked for"
         )
     return swaps
+
+
+def _takes_options(mechanism: Any) -> bool:
+    """Whether a mechanism, by name or class, has options, which its class alone does not say."""
+    kind = mechanism_class(mechanism) if isinstance(mechanism, str) else mechanism
+    return isinstance(kind, type) and len(inspect.signature(kind).parameters) > 1  # the first is the spec
 
 
 def _cure(name: str) -> str:

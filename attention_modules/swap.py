@@ -25,9 +25,11 @@ from attention_modules.hosts.base import (
 )
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
 from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
+from attention_modules.hosts.model.dropped import dropped_refusal
+from attention_modules.hosts.model.replicated import replicated_refusal
 from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
-from attention_modules.hosts.query import QueryPart
+from attention_modules.hosts.query import QueryPart, hooked_refusal
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sdpa.record import Record, knowing, known, own_record, record_of
 from attention_modules.hosts.table import loaded_hosts
@@ -410,7 +412,7 @@ def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
 def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) -> None:
     """Refuse, before anything changes, what any layer cannot take."""
     paths = _paths(model)
-    sharded = is_sharded(model)
+    sharded, replicated, dropped = is_sharded(model), replicated_refusal(model), dropped_refusal(model)
     check_connections(found, {place.name: built for place, (_, built) in zip(chosen, plan, strict=True)})
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
@@ -419,7 +421,9 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         for reason in limits.reasons(built, place.cross):
             _raise_for(layer.name, reason)
         changed = not built.uses_query or _has_parameters(built) or (swapped and _changes_parameters(module))
-        _raise_for(layer.name, hook_refusal(module) if changed else None)
+        _raise_for(layer.name, hook_refusal(module) or replicated if changed else None)
+        _raise_for(layer.name, hooked_refusal(module.mechanism) if swapped else None)
+        _raise_for(layer.name, dropped if built.counts_columns or built.counts_distances else None)
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:

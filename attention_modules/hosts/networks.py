@@ -135,9 +135,12 @@ class _Model:
             return _shape_of(first) == _shape_of(second)
         if not all(self._holds_a_stack(part, parts) for part in (one, other)):
             return False
-        # Of stages in series the first ones are frozen.
+        # Of stages in series the first ones are frozen, and one of them alone embeds an input.
         teacher = not _is_frozen(self.modules[one]) and _is_frozen(self.modules[other])
-        return are_copies(first, second) or (teacher and _shape_of(first) == _shape_of(second))
+        if teacher and all(_is_whole(self.modules[part]) for part in (one, other)):
+            return True
+        apart = teacher or all(_embeds(self.modules[part], self._inside(part, parts)) for part in (one, other))
+        return are_copies(first, second) or (apart and _shape_of(first) == _shape_of(second))
 
     def _is_teacher(self, one: str, other: str) -> bool:
         """Whether one is frozen and called so, and the other trains."""
@@ -164,6 +167,11 @@ def _embeds(module: nn.Module, inside: Iterable[int]) -> bool:
         issubclass(kind, nn.Embedding) or "PatchEmbed" in kind.__name__ or kind.__name__.endswith("Embeddings")
         for kind in kinds
     )
+
+
+def _is_whole(module: nn.Module) -> bool:
+    """Whether a module is a model of a library, as its configuration tells."""
+    return hasattr(module, "pretrained_cfg") or hasattr(getattr(module, "config", None), "model_type")
 
 
 def _is_frozen(module: nn.Module) -> bool:

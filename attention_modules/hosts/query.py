@@ -14,6 +14,18 @@ import torch
 from torch import Tensor, nn
 
 
+def hooked_refusal(mechanism: Any) -> str | None:
+    """Why a mechanism cannot make room for another one, if hooks on its Parameters would be gone with it."""
+    for name, parameter in mechanism.named_parameters():
+        hooks = {**(parameter._backward_hooks or {}), **(parameter._post_accumulate_grad_hooks or {})}
+        if hooks:
+            return (
+                f"its mechanism's {name} has hooks ({_names(hooks.values())}), which the next mechanism would not "
+                "have: remove them first, or restore the layer"
+            )
+    return None
+
+
 @dataclass(frozen=True)
 class QueryPart:
     """A tensor of which ``size`` entries along ``dim`` belong to the query: the first ones of each block.

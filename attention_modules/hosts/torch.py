@@ -308,6 +308,11 @@ class MultiheadAttentionHost(Host):
                 "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split; "
                 "list SwapAttention before SigmaReparam"
             )
+        elif layer.in_proj_bias is not None and layer._parameters.get("in_proj_bias") is None:
+            query = (
+                "its in_proj_bias is computed at each call (pruning, a parametrization), so it cannot be split: make "
+                "it permanent first, as prune.remove() does"
+            )
         elif codes := quantized(layer, "in_proj_weight"):
             query = f"its in_proj_weight cannot be split: {codes}"
         return Limits(every, without_query=query)

@@ -17,6 +17,7 @@ from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around
 from attention_modules.mechanisms.shared.options import check_integer, check_number
+from attention_modules.mechanisms.shared.probe import unobserved
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
@@ -215,7 +216,7 @@ class LipschitzMonitor(LayerObserver):
         *shorter, whole = calls
         for call in shorter:
             try:
-                with torch.no_grad(), eager():
+                with torch.no_grad(), eager(), unobserved(layer.module):
                     call(call.x)
             except ValueError:
                 self._warn(layer.name, "whole", _WHOLE.format(self.max_tokens), f"{call.tokens} tokens")
@@ -229,7 +230,7 @@ class LipschitzMonitor(LayerObserver):
             return None
         call = self._usable(layer, calls)
         try:
-            with eager():
+            with eager(), unobserved(layer.module):  # it calls the layer itself, and users' hooks count batches
                 return local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter)
         except NotFiniteError:
             return None

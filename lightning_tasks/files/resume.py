@@ -50,9 +50,17 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[
     """Begin a resumed fit with the random state of this process, and at its place in the data.
 
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
-    reads the checkpoint, and would not tell them their place afterwards. Here it makes them anew.
+    reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
+    are made anew at the last moment.
     """
-    trainer.fit_loop._combined_loader = None
+    loop = trainer.fit_loop
+
+    def run() -> None:
+        del loop.run  # type: ignore[method-assign]
+        loop._combined_loader = None
+        loop.run()
+
+    loop.run = run  # type: ignore[method-assign]
     if states is not None:
         set_random_state(states, trainer.global_rank, pl_module.device)
 

@@ -10,6 +10,31 @@ from torch import Tensor
 from attention_modules.masks import visible
 
 
+def check_positions(name: str, positions: Tensor, hidden: Tensor | None, by_distance: bool = False) -> None:
+    """Refuse positions that are not those of the columns; on a GPU checked without a sync.
+
+    Args:
+        name: of the mechanism.
+        positions: ``[..., B or 1, N]``.
+        hidden: which tokens nobody sees, ``[B, N]``: they may be anywhere.
+        by_distance: whether only distances count, so that sequences may begin anywhere, one after the other.
+
+    Raises:
+        RuntimeError: if they are others.
+    """
+    if by_distance:
+        step = positions[..., 1:] - positions[..., :-1]
+        right, what = (step == 1) | (positions[..., 1:] == 0), "do not rise by one from token to token"
+        hidden = None if hidden is None else hidden[..., 1:] | hidden[..., :-1]
+    else:
+        right = positions == torch.arange(positions.shape[-1], device=positions.device)
+        what = "are not 0 to N - 1 (packed sequences, or padding before them)"
+    torch._assert_async(
+        (right if hidden is None else right | hidden).all(),
+        f"{name} counts columns, and these position_ids {what}: give each sequence a row of its own, padded at its end",
+    )
+
+
 def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, window: int | None) -> None:
     """Refuse packed sequences and padding before a sequence; on a GPU checked without a sync.
 
@@ -26,17 +51,11 @@ def check_columns(module: Any, mask: Tensor | None, positions: Tensor | None, wi
     """
     name = type(module.mechanism).__name__
     seen = None if mask is None else visible(mask)
+    by_distance = not module.mechanism.counts_columns
     if positions is not None:
-        length = positions.shape[-1]
-        right = positions == torch.arange(length, device=positions.device)
-        if seen is not None and seen.shape[-1] == length:
-            right = right | ~seen.flatten(1, -2).any(1)  # what nobody sees may be anywhere
-        torch._assert_async(
-            right.all(),
-            f"{name} counts columns, and these position_ids are not 0 to N - 1 (packed sequences, or padding before "
-            "them): give each sequence a row of its own, padded at its end",
-        )
-    if seen is None:
+        known = seen is not None and seen.shape[-1] == positions.shape[-1]
+        check_positions(name, positions, ~seen.flatten(1, -2).any(1) if known else None, by_distance)  # type: ignore[union-attr]
+    if seen is None or by_distance:
         return
     first = seen[..., 0] | ~seen.any(-1)
     if window is not None:

@@ -26,6 +26,7 @@ from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
+from attention_modules.hosts.huggingface.positions import watch_positions
 from attention_modules.hosts.huggingface.projections import (
     Joint,
     groups_of,
@@ -296,6 +297,7 @@ class HuggingFaceHost(Host):
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
         attach_batching(model)
+        watch_positions(model)
         warn_of_cache(model, SwappedHuggingFace)
 
     def insert(self, layer: Any, mechanism: Any) -> None:

@@ -95,7 +95,7 @@ def mechanism_attention_forward(
         remembered = {name: kept[..., : query.shape[2]] for name, kept in remembered.items()}
     if mechanism.cache == "whole sequence":
         _check_whole(mechanism, query, key)
-        if mechanism.counts_columns:
+        if mechanism.counts_columns or mechanism.counts_distances:
             check_columns(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window"))
         query = query if mechanism.uses_query else key
     if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):

@@ -21,6 +21,7 @@ from attention_modules.hosts.sdpa.record import Call, Seam, known, tried
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import did_you_mean
+from attention_modules.mechanisms.shared.probe import unobserved
 
 
 def declare_host(
@@ -154,7 +155,7 @@ class DeclaredHost(SDPAHost):
         close = torch.finfo(x.dtype).eps ** 0.5
         for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
             try:
-                with torch.no_grad():
+                with torch.no_grad(), unobserved(layer):
                     q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
             except RuntimeError:  # its features cannot be split into these heads
                 apart = apart or dict.fromkeys("qkv", float("inf"))

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.sdpa.calls import TARGET
+from attention_modules.mechanisms.shared.probe import unobserved
 
 _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
 
@@ -299,7 +300,8 @@ def _tried(layer: nn.Module) -> Record:
     if not parameter.is_meta:
         x = x + torch.linspace(-9, 9, x.numel(), device=x.device).sin().view_as(x).to(x.dtype)
     try:
-        return recorded(layer, x)
+        with unobserved(layer):  # of which the copy that runs has the users' hooks
+            return recorded(layer, x)
     except Exception:  # whatever a stranger's forward raises where it is given too little
         return Record()
 

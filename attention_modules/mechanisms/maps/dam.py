@@ -132,6 +132,7 @@ class DifferentiableAttentionMask(TensorMechanism):
     function = staticmethod(dam_attention)
     one_query_per_key = True
     surrogate_gradient = True
+    counts_distances = True
     stochastic = True
     own_logits: ClassVar = "its gates hide keys"
     neutral: ClassVar = {"start": 30.0}

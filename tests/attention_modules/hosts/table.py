@@ -170,8 +170,13 @@ What else to know:
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
 - Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced. The swap
-  is refused by the hook's name. Mechanisms that use the query replace none. If a swap silences hooks that saw attention
-  maps, a warning says so.
+  is refused by the hook's name. Mechanisms that use the query replace none; a mechanism whose own Parameters have hooks
+  makes no room for another. If a swap silences hooks that saw attention maps, a warning says so. A hook that reads the
+  map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
+- What counts columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by columns.
+  Models of transformers check `position_ids`, and masks show padding before and between: other positions are an error.
+  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused.
+- DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
 - torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
   name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
 - Pruned projections, `weight_norm` and `spectral_norm`: a projection without its query's rows must be permanent

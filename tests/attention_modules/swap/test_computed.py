@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune, spectral_norm, weight_norm
+from torch.nn.utils import parametrize, prune, spectral_norm, weight_norm
 
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 
@@ -94,3 +94,20 @@ def test_an_error_of_a_warning_leaves_the_model_as_it_was() -> None:
         with pytest.raises(UserWarning, match="hooks on"):
             swap_attention(model, "rpc")
     assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("mechanism", ["symmetric", "rpc"])
+def test_a_bias_that_is_computed_is_not_split(mechanism: str) -> None:
+    for compute in (
+        lambda layer: prune.l1_unstructured(layer, "in_proj_bias", 0.5),
+        lambda layer: parametrize.register_parametrization(layer, "in_proj_bias", nn.Identity()),
+    ):
+        layer = nn.MultiheadAttention(16, 2, batch_first=True).eval()
+        compute(layer)
+        x = torch.randn(1, 5, 16)
+        before = layer(x, x, x)[0]
+        with pytest.raises(AttentionSwapError, match="its in_proj_bias is computed at each call"):
+            swap_attention(layer, mechanism)
+        assert torch.equal(layer(x, x, x)[0], before)
+        swap_attention(layer, "sink", start=-30.0)
+        torch.testing.assert_close(layer(x, x, x)[0], before)

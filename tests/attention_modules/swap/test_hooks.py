@@ -209,3 +209,18 @@ def test_maps_of_checkpointed_layers_are_made_again_and_none_where_the_plain_lay
     assert seen == [None]
     model.gradient_checkpointing_enable({"use_reentrant": False})
     (model(token_ids(), output_attentions=True)[0].sum() + model(token_ids())[0].sum()).backward()
+
+
+@pytest.mark.parametrize("then", ["gated", "sink", "softmax"])
+def test_hooks_on_a_mechanisms_parameters_are_not_lost(then: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    swap_attention(layer, "gated")
+    fired: list[object] = []
+    handles = [each.register_post_accumulate_grad_hook(fired.append) for each in layer.parameters()]
+    with pytest.raises(AttentionSwapError, match=r"its mechanism's gate.weight has hooks "):
+        swap_attention(layer, then)
+    layer(torch.randn(1, 3, 16)).sum().backward()
+    assert len(fired) == len(handles)
+    for handle in handles:
+        handle.remove()
+    swap_attention(layer, then)

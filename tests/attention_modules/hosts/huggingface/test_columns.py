@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
-from attention_modules.swap import swap_attention
+from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import decoder, gpt2, hugging_face
 
 CAUSAL_BUILDS = {"llama": decoder("Llama", num_hidden_layers=2), "gpt2": gpt2(n_layer=2)}
@@ -63,3 +66,35 @@ def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:
     model(FIRST, attention_mask=seen.flip(1))
     with pytest.raises(RuntimeError, match="counts columns, and this mask hides a token"):
         model(FIRST, attention_mask=seen)
+
+
+POSITIONED = {
+    "distilbert": ("DistilBertModel", "DistilBertConfig", {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16}),
+    "modernbert": (
+        "ModernBertModel",
+        "ModernBertConfig",
+        {"hidden_size": 16, "num_hidden_layers": 1, "pad_token_id": 0},
+    ),
+    "clip": ("CLIPTextModel", "CLIPTextConfig", {"hidden_size": 16, "num_hidden_layers": 1, "eos_token_id": 2}),
+    "bert": ("BertModel", "BertConfig", {"hidden_size": 16, "num_hidden_layers": 1}),
+}
+REVERSED = torch.arange(4, -1, -1)[None]
+
+
+@pytest.mark.parametrize("name", ["position_bias", "scaled", "dam"])
+@pytest.mark.parametrize("family", POSITIONED)
+def test_positions_that_only_the_model_is_told_are_refused(family: str, name: str) -> None:
+    model_class, config_class, sizes = POSITIONED[family]
+    model = hugging_face(model_class, config_class, num_attention_heads=2, vocab_size=50, **sizes)().eval()
+    swap_attention(model, name, num_tokens=16)
+    plain = model(FIRST)[0]
+    torch.testing.assert_close(model(FIRST, position_ids=torch.arange(5)[None])[0], plain)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(RuntimeError, match="counts columns, and these position_ids"):
+            twin(FIRST, position_ids=REVERSED)
+    swap_attention(model, "softmax")
+    model(FIRST, position_ids=REVERSED)
+    swap_attention(model, name, num_tokens=16)
+    restore_attention(model)
+    model(FIRST, position_ids=REVERSED)
+    assert not any(part._forward_pre_hooks for part in model.modules())

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 import pytest
+import timm
 import torch
 from torch import nn
 
@@ -240,3 +241,19 @@ def test_what_is_frozen_for_fine_tuning_stays_in_its_network() -> None:
     assert len(swap_attention(parts, "entmax")) == 5
     stages = nn.ModuleList([encoder(2).requires_grad_(False), encoder(2), encoder(2)])
     assert [row.name for row in swap_attention(stages, "entmax", layers=[0])] == ["0.layers.0.self_attn"]
+
+
+@pytest.mark.parametrize("names", [("critic1", "critic2"), ("branch1", "branch2"), ("0", "1"), ("actor", "critic")])
+def test_members_of_an_ensemble_are_networks(names: tuple[str, str]) -> None:
+    members = [timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2) for _ in names]
+    report = swap_attention(nn.ModuleDict(dict(zip(names, members, strict=True))), "sink", layers=[0])
+    assert [row.name for row in report] == [f"{name}.blocks.0.attn" for name in names]
+
+
+def test_a_frozen_model_of_another_size_under_a_number_is_left_out() -> None:
+    student, teacher = (
+        timm.create_model(f"vit_{size}_patch16_224", img_size=32, depth=depth)
+        for size, depth in (("tiny", 1), ("small", 2))
+    )
+    pair = nn.ModuleList([student, teacher.requires_grad_(False)])
+    assert [row.name for row in swap_attention(pair, "sink")] == ["0.blocks.0.attn"]

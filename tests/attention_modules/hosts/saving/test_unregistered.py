@@ -102,5 +102,9 @@ def test_options_that_are_no_plain_data_are_said(factor: object, tmp_path: Path)
     def factory(spec: AttentionSpec) -> AttentionMechanism:
         return Unregistered(spec, torch.ones(2))
 
+    with pytest.raises(
+        ValueError, match=r"no options of .*Unregistered', .* Give a callable that takes an AttentionSpec"
+    ):
+        load_pretrained(transformers.BertModel, tmp_path, mechanism=Unregistered)
     loaded = load_pretrained(transformers.BertModel, tmp_path, mechanism=factory)
     assert isinstance(loaded.encoder.layer[1].attention.self.mechanism, Unregistered)

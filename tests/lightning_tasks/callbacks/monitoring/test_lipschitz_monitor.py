@@ -297,16 +297,29 @@ def test_what_it_cannot_measure_ends_the_fit_before_its_first_epoch(tmp_path):
     assert module.steps == 0
 
 
+class Picky(nn.Linear):
+    """Takes what a function of its input does not refuse."""
+
+    def __init__(self, linear, check):
+        super().__init__(linear.in_features, linear.out_features)
+        self.check = check
+
+    def forward(self, x):
+        self.check(x)
+        return super().forward(x)
+
+
 class Windows(Ours):
     """Needs whole sequences."""
 
     def __init__(self):
         super().__init__()
         for layer in (self.first, self.second):
-            layer.register_forward_pre_hook(self.check)
+            layer.qkv = Picky(layer.qkv, self.check)
 
-    def check(self, layer, args):
-        if args[0].shape[1] != TOKENS:
+    @staticmethod
+    def check(x):
+        if x.shape[1] != TOKENS:
             raise ValueError(f"windows are of {TOKENS} tokens")
 
 
@@ -350,10 +363,11 @@ def test_an_error_of_a_whole_sequence_is_not_put_down_to_its_length(tmp_path):
     class Refuses(Ours):
         def __init__(self):
             super().__init__()
-            self.first.register_forward_pre_hook(self.check)
+            self.first.qkv = Picky(self.first.qkv, self.check)
 
-        def check(self, layer, args):
-            if args[0].requires_grad:
+        @staticmethod
+        def check(x):
+            if x.requires_grad:
                 raise ValueError("no gradients here")
 
     with pytest.raises(ValueError, match=r"^LipschitzMonitor on 'first': no gradients here$"):
@@ -373,3 +387,15 @@ def test_limits(name):
         LipschitzMonitor(**{name: 0})
     with pytest.raises(ValueError, match=f"{name} must be .*got '1'"):
         LipschitzMonitor(**{name: "1"})
+
+
+def test_hooks_of_users_do_not_see_its_calls(tmp_path):
+    counts = []
+    for callbacks in ([], [LipschitzMonitor(max_iter=2)]):
+        module, seen = TinyLM(), []
+        for layer in module.net["encoder"].layers:
+            layer.self_attn.register_forward_hook(lambda *given, seen=seen: seen.append(1))
+            layer.self_attn.out_proj.register_forward_hook(lambda *given, seen=seen: seen.append(1))
+        trainer(tmp_path, *callbacks).validate(module, batches(2), verbose=False)
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0

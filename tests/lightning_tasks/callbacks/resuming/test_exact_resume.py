@@ -83,6 +83,27 @@ def test_a_killed_fit_of_any_module_goes_on_bitwise(tmp_path, package, reads_ste
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+class Asks(Callback):
+    """Makes the loaders after ExactResume has had its turn."""
+
+    def on_fit_start(self, trainer, pl_module):
+        assert trainer.estimated_stepping_batches
+
+
+def test_a_later_hook_may_ask_for_the_number_of_steps(tmp_path):
+    callbacks = [ExactResume(), Asks()]
+    whole = module_of("lightning.pytorch", False, shuffle=True)
+    expected = fitted("lightning.pytorch", tmp_path / "whole", whole, 18, callbacks=callbacks)
+    killed = module_of("lightning.pytorch", False, 8, True)
+    with pytest.raises(Killed):
+        fitted("lightning.pytorch", tmp_path / "killed", killed, 8, callbacks=callbacks)
+    (saved,) = (tmp_path / "killed").glob("*.ckpt")
+    resumed = module_of("lightning.pytorch", False, shuffle=True)
+    found = fitted("lightning.pytorch", tmp_path / "resumed", resumed, 18, str(saved), callbacks)
+    assert killed.seen + resumed.seen == whole.seen
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
     """Where this fails, Lightning has mended it, and the callback need not."""
     package = "lightning.pytorch"

@@ -1,0 +1,46 @@
+"""What a model of transformers is told of positions, checked where a layer learns something of them by columns."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.huggingface.columns import check_positions
+
+_COUNTS = "attnswap_counts"  # of a model that checks its positions: the mechanism's name, and whether distances will do
+
+
+def watch_positions(model: nn.Module) -> None:
+    """Have each model that takes `position_ids` check them, as few hand them on; none where no layer counts."""
+    for module in model.modules():
+        if not _takes_positions(type(module)):  # type: ignore[arg-type]
+            continue
+        mechanisms = [part.mechanism for part in module.modules() if isinstance(part, Swapped)]
+        columns = [each for each in mechanisms if each.counts_columns]
+        counting = columns or [each for each in mechanisms if each.counts_distances]
+        for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check]:
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+        module.__dict__.pop(_COUNTS, None)
+        if counting:
+            module.__dict__[_COUNTS] = type(counting[0]).__name__, not columns
+            module.register_forward_pre_hook(_check, with_kwargs=True)
+
+
+@cache
+def _takes_positions(kind: Any) -> bool:
+    model = any(each.__name__ == "PreTrainedModel" for each in kind.__mro__)
+    return model and "position_ids" in inspect.signature(kind.forward).parameters
+
+
+def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)) | kwargs
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if isinstance(positions, Tensor):
+        name, by_distance = module.__dict__[_COUNTS]
+        hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else None
+        check_positions(name, positions, hidden, by_distance)
