@@ -11,6 +11,7 @@ ANALYSES = {
     "kernel-pca": "lightning_tasks.analyses.kernel_pca",
     "lipschitz": "lightning_tasks.analyses.lipschitz",
     "parallel-context": "lightning_tasks.analyses.parallel_context",
+    "spectrum": "lightning_tasks.analyses.spectrum",
     "token-selection": "lightning_tasks.analyses.token_selection",
 }
 

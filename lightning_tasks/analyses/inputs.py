@@ -24,6 +24,7 @@ TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsData
 IMAGES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
 _MOST_UNKNOWN = 0.5  # share of unknown words up to which a tokenizer fits a text
 EMBEDDED = ("digits",)
+MODEL = "Hugging Face or timm model (folder or name), or a .ckpt file"
 OWN_TOKENIZERS = {"bpe": "BPE trained on it", "word": "its words"}
 
 
@@ -44,7 +45,19 @@ class Inputs:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that name a model, its layers and what it is shown."""
-    parser.add_argument("--model", required=True, help="Hugging Face or timm model (folder or name), or a .ckpt file")
+    parser.add_argument("--model", required=True, help=MODEL)
+    add_weights(parser)
+    parser.add_argument("--data", required=True, choices=(*TEXTS, *IMAGES), help="text; images for a vision model")
+    parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
+    parser.add_argument(
+        "--tokenizer",
+        help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
+        "model's own; bpe for random weights)",
+    )
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which weights a model has, and which of its layers are meant."""
     parser.add_argument(
         "--trust_checkpoint",
         action="store_true",
@@ -54,13 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", action="store_true", help="random weights; --model bert or gpt2 is then enough")
     parser.add_argument("--seed", type=int, default=0, help="of random weights (default: %(default)s)")
     parser.add_argument("--layers", help="0,5,-1 among the attention layers, or globs of names (default: all)")
-    parser.add_argument("--data", required=True, choices=(*TEXTS, *IMAGES), help="text; images for a vision model")
-    parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
-    parser.add_argument(
-        "--tokenizer",
-        help="bpe or word (trained on the text), or the folder or name of a Hugging Face tokenizer (default: the "
-        "model's own; bpe for random weights)",
-    )
 
 
 def add_mechanism(parser: argparse.ArgumentParser) -> None:

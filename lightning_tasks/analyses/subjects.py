@@ -112,9 +112,7 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     Raises:
         ValueError: if it cannot be loaded, or takes neither text nor images.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
+    model: Any = load_model(name, random, seed, trust_checkpoint)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
         return Subject(model, _as_they_are, _img_size(task), None, getattr(model, "in_chans", 3))
@@ -126,6 +124,17 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     if token_embedding(model) is None:
         raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor images, as far as can be told")
     return Subject(model, _as_they_are, None, position_limit(model if task is None else task))
+
+
+def load_model(name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False) -> nn.Module:
+    """The model of :func:`load_subject`, whatever it takes, in eval mode and float32.
+
+    Raises:
+        ValueError: if it cannot be loaded.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
 
 
 def _as_they_are(inputs: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Eigenvalue spectra over training, a layer a panel."""
+"""Eigenvalue spectra, a layer a panel: over training, and in the complex plane."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from lightning_tasks.figures.names import plain_names
 
 _BINS = 64
+_COLORS = ("#d55e00", "#0072b2")
 
 
 @plain_names()
@@ -62,3 +63,38 @@ def _histograms(spectra: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     edges = np.histogram_bin_edges(np.concatenate(finite), _BINS)
     shares = [np.histogram(some, edges)[0] / len(values) for some, values in zip(finite, spectra, strict=True)]
     return np.stack(shares, axis=1), edges
+
+
+@plain_names()
+def draw_eigenvalues(spectra: Mapping[str, Sequence[np.ndarray]], names: Sequence[str]) -> Any:
+    """A Matplotlib figure: eigenvalues in the complex plane, the models side by side, each layer at its own scale.
+
+    What is not finite is left out.
+
+    Args:
+        spectra: by the model's label, the complex eigenvalues of each layer.
+        names: of the layers.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [
+        (f"{name}, {label}" if len(spectra) > 1 else name, values[index], color)
+        for index, name in enumerate(names)
+        for (label, values), color in zip(spectra.items(), _COLORS, strict=False)
+    ]
+    columns = min(4, len(shown))
+    rows = -(-len(shown) // columns)
+    figure = Figure(figsize=(2.7 * columns + 0.6, 2.4 * rows + 0.4), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat[len(shown) :]:
+        axes.set_visible(False)
+    for axes, (title, values, color) in zip(panels.flat, shown, strict=False):
+        axes.axhline(0, color="0.85", linewidth=0.6, zorder=0)
+        axes.axvline(0, color="0.85", linewidth=0.6, zorder=0)
+        found = values[np.isfinite(values)]
+        axes.plot(found.real, found.imag, ".", color=color, alpha=0.5, markersize=3, markeredgewidth=0)
+        axes.set_title(title, fontsize=7)
+        axes.tick_params(labelsize=6)
+    figure.supxlabel("real part of an eigenvalue", fontsize=8)
+    figure.supylabel("imaginary part", fontsize=8)
+    return figure

@@ -15,6 +15,7 @@ COMMANDS = {
     "analyze token-selection": ["--experiment", "multi", "--seeds", "1", "--steps", "1"],
     "analyze kernel-pca": [*MODEL, "--samples", "2"],
     "analyze lipschitz": [*MODEL, "--sequences", "1", "--lengths", "2,3"],
+    "analyze spectrum": [*MODEL[:3], "--layers", "0"],
     "drift": [*MODEL, "--sequences", "1", "--mechanism", "sink"],
 }
 
