@@ -90,6 +90,7 @@ _SINGLE = {"global": [[-0.1, 1, 1], [1, 0, 0.9], [0, 0, 0.9]], "local": [[-0.1, 
 _SINGLE_STARTS = [[0.0, y, 0] for y in (1.0, 0.5, 0.0, -0.5, -1.0, -1.5)]
 _MULTI_STARTS = [[x, 0.0, 0] for x in (1.0, 0.5, 0.0, -0.5, -1.0, -1.5)]
 _MULTI_CENTERS = [[1.0, 0, 0], *[[-1.0, 1, 0]] * 3, *[[-0.5, -0.5, 0]] * 3]
+_LOSSES = [*range(1, 11), 100]  # C, the score of the first input's selected token
 _JOINT = {"tight": [[1.0, 1], [1, -1], [0.5, 1]], "relaxed": [[1.0, 1], [1, -1], [0.5, 1.5]]}
 
 
@@ -97,8 +98,14 @@ def released_problems(construction: str) -> dict[str, TokenProblem]:
     """The problems of the code released with the paper, with their starts, by name.
 
     Args:
-        construction: ``"single"``: 2 sets of tokens, each from 6 starts; ``"multi"``: 6 starts; ``"joint"``: 2 sets.
+        construction: ``"single"``: 2 sets of tokens, each from 6 starts; ``"multi"``: 6 starts; ``"joint"``: 2 sets;
+            ``"losses"``: n = T = 2 with a score C of 1 to 10 and of 100, on which the released code compares losses.
     """
+    if construction == "losses":
+        rest = (_double([1, 1]), torch.diag(_double([1, 1, 0])), _double([0, 0, 1]), _double([0, 0, 0]))
+        return {
+            f"C = {c}": TokenProblem(_double([[[0, 0, 0], [1, 1, c]], [[0, 0, 0], [1, -1, 1]]]), *rest) for c in _LOSSES
+        }
     if construction == "joint":
         return {
             name: TokenProblem(

@@ -29,7 +29,7 @@ from lightning_tasks.analyses.token_selection_report import (
     summary,
 )
 from lightning_tasks.errors import UsageError
-from lightning_tasks.figures.selection import draw_selection
+from lightning_tasks.figures.selection import draw_selection, draw_together
 from lightning_tasks.runs.folder import output_folder
 from lightning_tasks.runs.safe_files import write_rows
 
@@ -42,16 +42,26 @@ LOSS_RUNS: Settings = {
     "linear": {"loss": "linear"},
     "logistic, steps not normalised": {"normalized": False, "lr": 1.0},
 }
+RELEASED_LOSSES: Settings = {
+    f"{loss}{form}": {"loss": loss, **given}
+    for form, given in (("", {}), (", plain autograd, float32", {"form": "plain", "dtype": torch.float32}))
+    for loss in ("logistic", "linear")
+}
 RELEASED_FORMS: Settings = {**FORMS, "plain autograd, float32": {"form": "plain", "dtype": torch.float32}}
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Runs on problems of one construction: on ours, drawn by a seed, or on those of the released code."""
+    """Runs on problems of one construction: on ours, drawn by a seed, or on those of the released code.
+
+    Args:
+        together: whether the figure has the paths of all problems, and not those of the first one.
+    """
 
     construction: str
     settings: Settings
     released: bool = False
+    together: bool = False
 
     @property
     def joint(self) -> bool:
@@ -81,6 +91,7 @@ EXPERIMENTS = {
     "released_single": Experiment("single", RELEASED_FORMS, released=True),
     "released_multi": Experiment("multi", RELEASED_FORMS, released=True),
     "released_joint": Experiment("joint", RELEASED_FORMS, released=True),
+    "released_losses": Experiment("losses", RELEASED_LOSSES, released=True, together=True),
 }
 
 
@@ -190,28 +201,30 @@ def run_experiment(
 ) -> None:
     """Run one experiment; after each problem write NAME.csv, and pass the rows.
 
-    NAME.png and NAME_paths.csv are of the first problem that is solved.
+    NAME.png and NAME_paths.csv are of the first problem that is solved, or of all where the experiment says so.
 
     Args:
         on_problem: is given the rows of the summary so far.
     """
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
-    drawn = False
-    problems = EXPERIMENTS[name].problems(seeds)
+    points: list[dict[str, Any]] = []
+    experiment = EXPERIMENTS[name]
+    problems = experiment.problems(seeds)
     for which, make in tqdm(problems.items(), desc=f"token-selection: {name}", unit="problem", disable=None):
         outcome = run_problem(name, which, make, steps)
         lines += outcome.lines
         rows += outcome.rows
         write_rows(output / f"{name}.csv", COLUMNS, rows)
         on_problem(lines)
-        if not drawn:  # of an earlier call, if this one has nothing to draw
+        if not points:  # of an earlier call, if this one has nothing to draw
             for file in (f"{name}.png", f"{name}_paths.csv"):
                 (output / file).unlink(missing_ok=True)
-        if outcome.paths and not drawn:
-            write_rows(output / f"{name}_paths.csv", PATH_COLUMNS, outcome.paths)
-            draw_selection(outcome.rows, outcome.paths, REGULARIZED).savefig(output / f"{name}.png", dpi=110)
-            drawn = True
+        if outcome.paths and (experiment.together or not points):
+            points += outcome.paths
+            write_rows(output / f"{name}_paths.csv", PATH_COLUMNS, points)
+            figure = draw_together(points) if experiment.together else draw_selection(rows, points, REGULARIZED)
+            figure.savefig(output / f"{name}.png", dpi=110)
 
 
 def earlier_lines(path: File, steps: int, again: Sequence[str]) -> dict[str, list[str]]:
@@ -289,8 +302,12 @@ def _run(names: Sequence[str], seeds: int, steps: int, output: File, recording: 
 
 
 def plane(paths: Mapping[str, Tensor], direction: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Each path ``[points, d]`` along the direction, and at right angles to it, where the paths go most."""
+    """Each path ``[points, d]`` along the direction, and at right angles to it, where the paths go most.
+
+    Of the two ways to go at right angles the one along its largest coordinate is positive.
+    """
     along = direction / direction.norm()
     rest = {run: path - (path @ along).unsqueeze(-1) * along for run, path in paths.items()}
     across = torch.linalg.svd(torch.cat(list(rest.values())), full_matrices=False)[2][0]
+    across = across * across[across.abs().argmax()].sign()
     return {run: (path @ along, rest[run] @ across) for run, path in paths.items()}

@@ -7,6 +7,7 @@ from itertools import cycle
 from typing import Any
 
 Row = Mapping[str, Any]
+_COLORS = ("#0072b2", "#d55e00")
 _DASHES = ("-", "--", "-.", (0, (1, 1)))  # runs that lie on each other show
 
 
@@ -40,6 +41,36 @@ def draw_selection(rows: Sequence[Row], paths: Sequence[Row], regularized: str) 
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].legend(fontsize="small", frameon=False)
+    return figure
+
+
+def draw_together(paths: Sequence[Row]) -> Any:
+    """A Matplotlib figure: the paths of p in all problems under their first two runs, fainter the earlier the problem.
+
+    The last problem is dashed. The part of the plane is that of the released figure.
+
+    Args:
+        paths: seed (the problem), run, along (the max-margin direction), across.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    problems = _grouped(paths, "seed")
+    first, last = next(iter(problems)), next(reversed(problems))
+    for strength, (problem, found) in enumerate(problems.items(), 1):
+        style = {"linestyle": "--"} if problem == last else {"alpha": strength / len(problems)}
+        for color, (run, points) in zip(_COLORS, _grouped(found, "run").items(), strict=False):
+            along, across = ([row[key] for row in points] for key in ("along", "across"))
+            label = f"{run}: {first} (faint) to {last} (dashed)" if problem == last else None
+            axes.plot(along, across, color=color, linewidth=1.4, label=label, **style)
+    axes.axhline(0, color="black", linewidth=0.6)
+    axes.set_xlim(-2, 12)
+    axes.set_ylim(-6, 6)
+    axes.set_xlabel("along the max-margin direction")
+    axes.set_ylabel("at right angles")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize="x-small", frameon=False, loc="upper left")
     return figure
 
 

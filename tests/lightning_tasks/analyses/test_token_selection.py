@@ -45,7 +45,7 @@ def test_plain_autograd_fails_where_the_softmax_is_saturated():
     assert measure(problem, plain, target)["correlation_p"][-1] < 0.9
 
 
-@pytest.mark.parametrize(("name", "count"), [("single", 12), ("multi", 6), ("joint", 2)])
+@pytest.mark.parametrize(("name", "count"), [("single", 12), ("multi", 6), ("joint", 2), ("losses", 11)])
 def test_the_difference_form_reaches_the_direction_of_the_released_problems(name, count):
     problems, joint = released_problems(name), name == "joint"
     assert len(problems) == count
@@ -58,6 +58,34 @@ def test_the_difference_form_reaches_the_direction_of_the_released_problems(name
         assert target.globally_optimal == (which != "local 4")
         assert target.locally_optimal
         assert measure(problem, path, target)["correlation_p"][-1] > 0.99
+
+
+# What the released notebook gives when it is run: p after so many steps, its third coordinate is 0.
+RELEASED = [
+    ("C = 1", "linear", 50, (5.0000, 0.0000)),
+    ("C = 10", "linear", 50, (4.6070, 1.2428)),
+    ("C = 10", "linear", 100, (9.6054, 1.1526)),
+    ("C = 10", "logistic", 50, (4.3822, -2.3643)),
+    ("C = 10", "logistic", 100, (9.2951, -3.1544)),
+    ("C = 100", "linear", 50, (4.0897, 2.5537)),
+    ("C = 100", "logistic", 50, (3.5355, -3.5355)),
+]
+
+
+@pytest.mark.parametrize(("which", "loss", "step", "released"), RELEASED)
+def test_losses_lead_where_the_released_code_leads(which, loss, step, released):
+    path = gradient_path(released_problems("losses")[which], loss=loss, steps=step)
+    assert path.p[-1].tolist() == pytest.approx([*released, 0], abs=1e-3)
+
+
+def test_a_logistic_loss_and_a_large_score_turn_late_to_the_max_margin_direction():
+    problem = released_problems("losses")["C = 100"]
+    paths = {loss: gradient_path(problem, loss=loss, steps=200) for loss in ("logistic", "linear")}
+    target = find_target(problem, paths["linear"], False)
+    torch.testing.assert_close(target.p, torch.tensor([1.0, 0, 0]).double())
+    ends = {loss: float(measure(problem, path, target)["correlation_p"][-1]) for loss, path in paths.items()}
+    assert ends["linear"] > 0.99
+    assert ends["logistic"] < 0.8
 
 
 def test_a_descent_in_float32_is_one():
@@ -97,7 +125,9 @@ def test_command_writes_tables_and_figures(tmp_path, capsys):
             points = list(csv.DictReader(file))
         assert {point["parameter"] for point in points} == ({"p", "v"} if experiment.joint else {"p"})
         first = [row for row in rows if row["seed"] == points[0]["seed"]]
-        of_p = [point for point in points if point["parameter"] == "p"]
+        of_p = [point for point in points if point["parameter"] == "p" and point["seed"] == points[0]["seed"]]
+        names = [*experiment.problems([0])]
+        assert {point["seed"] for point in points} == {*(names if experiment.together else names[:1])}
         assert [point["run"] for point in of_p] == [row["run"] for row in first]  # a point for each row
         cosines = [
             (float(point["along"]), float(row["correlation_p"]) * float(row["norm_p"]))
