@@ -68,5 +68,10 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
         rows = [row for row in _rows(folder.path / f"{experiment}.parquet") if row["seed"] in kept]
         return Figure(lambda: selection.draw_selection(rows, points, REGULARIZED), [rows, points], selection)
 
-    found = (cosines, least, above, ends, paths)
+    def together(experiment: str) -> Figure:
+        """The paths of p of all problems."""
+        points = tables.read(folder.path / f"{experiment}_paths.parquet").to_pylist()
+        return Figure(lambda: selection.draw_together(points), points, selection)
+
+    found = (cosines, least, above, ends, paths, together)
     return {word.__name__: word for word in found}
