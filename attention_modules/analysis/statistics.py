@@ -23,7 +23,7 @@ def _check(q: Tensor, k: Tensor, attn_mask: Tensor | None, statistics: Sequence[
 
 
 def _row_statistics_from_kernel(attention: ChunkedLogits, names: Sequence[str]) -> dict[str, Tensor] | None:
-    """Rows' entropy and effective support from whole attention calls, or None where no kernel fits."""
+    """Rows' entropy and effective number of tokens from whole attention calls, or None where no kernel fits."""
     first = lse_and_mean_key(attention.q, attention.k, attention.visible, attention.is_causal, attention.scale)
     if first is None:
         return None
@@ -83,8 +83,8 @@ def attention_statistics(
     """Statistics of A = softmax(scale · q kᵀ + mask), averaged over the rows that see a key, in fp32.
 
     ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: ``H_i / ln|V_i|``, over rows with at least two
-    visible keys. ``effective_support``: 1 / Σ_j A_ij², from 1 (one key) to ``|V_i|`` (uniform).
-    ``largest_probability``: max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an
+    visible keys. ``effective_support``: the effective number of tokens 1 / Σ_j A_ij², from 1 (one key) to
+    ``|V_i|`` (uniform), our reading of the sparsity of Tarzanagh et al. (NeurIPS 2023). ``largest_probability``: max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an
     additive mask hides (:func:`attention_modules.masks.visible`), are our reading.
 
     The entropy is lse_i - scale · q_i·(A K)_i, from one attention call with the keys as values. Where gradients are

@@ -52,15 +52,15 @@ class AttentionMonitor(MechanismObserver):
     """Logs attention entropy and its relatives, a layer and averaged, every n steps and over validation.
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
-    ``effective_support`` and ``largest_probability``; during validation and test they start with ``val/`` and
-    ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
+    ``effective_support`` (the effective number of tokens) and ``largest_probability``; during validation and test they
+    start with ``val/`` and ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
     heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that it is the mean of the
     layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages). Where
     a model holds several networks, each has a mean of its own: ``attention/student/entropy/mean``.
     Definitions: :func:`attention_modules.analysis.attention_statistics`, of the map by which the mechanism mixes the
     values (:func:`attnswap.attention_maps`). Where its rows do not sum to 1 (``sigmoid``, ``sink``) or have negative
-    weights (``differential``, ``twicing``), entropy, effective support and sink are those of ``|w|`` over its sum in
-    the row, and ``largest_probability`` is the largest ``|w|`` as it is. Of a mechanism without a map nothing is logged
+    weights (``differential``, ``twicing``), entropy, effective number of tokens and sink are those of ``|w|``
+    over its sum in the row, and ``largest_probability`` is the largest ``|w|`` as it is. Of a mechanism without a map nothing is logged
     but ``token_similarity``, and a warning names it. The statistics of softmax(q kᵀ), whatever acts, are
     :func:`attention_modules.analysis.attention_statistics`.
 

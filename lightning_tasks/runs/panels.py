@@ -12,7 +12,7 @@ PANELS = (
     ("top-1 accuracy", ("train/top1", "val/top1")),
     ("mean intersection over union", ("val/miou",)),
     ("attention entropy [nats]", ("attention/entropy",)),
-    ("effective support of attention [keys]", ("attention/effective_support",)),
+    ("effective number of tokens [keys]", ("attention/effective_support",)),
     ("variance of the QK spectrum", ("qk_spectrum/variance",)),
 )
 
