@@ -84,7 +84,8 @@ def attention_statistics(
 
     ``entropy``: H_i = -Σ_j A_ij ln A_ij in nats. ``normalised_entropy``: ``H_i / ln|V_i|``, over rows with at least two
     visible keys. ``effective_support``: the effective number of tokens 1 / Σ_j A_ij², from 1 (one key) to
-    ``|V_i|`` (uniform), our reading of the sparsity of Tarzanagh et al. (NeurIPS 2023). ``largest_probability``: max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an
+    ``|V_i|`` (uniform), our reading of the sparsity of Tarzanagh et al. (NeurIPS 2023).
+    ``largest_probability``: max_j A_ij. As in the entropy-collapse literature; which rows are left out, and what an
     additive mask hides (:func:`attention_modules.masks.visible`), are our reading.
 
     The entropy is lse_i - scale · q_i·(A K)_i, from one attention call with the keys as values. Where gradients are

@@ -21,6 +21,7 @@ from lightning_tasks.bounded_yaml import SettingsLoader
 from lightning_tasks.errors import UsageError
 
 TEXTS: dict[str, Any] = {"gutenberg": GutenbergDataModule, "ag_news": AGNewsDataModule}
+SPLITS = ("train", "validation", "test")
 IMAGES: dict[str, Any] = {"cifar10": CIFAR10DataModule, "digits": DigitsDataModule}
 _MOST_UNKNOWN = 0.5  # share of unknown words up to which a tokenizer fits a text
 EMBEDDED = ("digits",)
@@ -48,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=MODEL)
     add_weights(parser)
     parser.add_argument("--data", required=True, choices=(*TEXTS, *IMAGES), help="text; images for a vision model")
+    parser.add_argument(
+        "--split", choices=SPLITS, help="of the text (default: train); images are the first of the test split"
+    )
     parser.add_argument("--root", help="folder with data sets (default: $ATTNSWAP_DATA)")
     parser.add_argument(
         "--tokenizer",
@@ -123,8 +127,15 @@ def described_weights(options: Any) -> str:
     return f"{weights}, {options.mechanism}{given} in its layers at the inputs that they have without it"
 
 
-def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inputs:
+def read_inputs(options: Any, subject: Subject, count: int, length: int, span: int | None = None) -> Inputs:
     """What :func:`add_arguments` names: ``count`` sequences of ``length`` tokens, or images.
+
+    Args:
+        options: the arguments.
+        subject: the model.
+        count: how many.
+        length: the most tokens that the model is shown at once.
+        span: tokens that a sequence has, where several parts of it are shown; None for ``length``.
 
     Raises:
         UsageError: if the data is not of the kind that the model takes, or the model has too few positions.
@@ -138,6 +149,8 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
         raise UsageError(f"{name} takes {kind}: give --data {' or '.join(wanted)}, got {options.data}")
     if options.data in EMBEDDED and options.root is not None:
         raise UsageError(f"--root {options.root}: {options.data} is in an installed package; leave it out")
+    if options.split is not None and kind == "images":
+        raise UsageError(f"--split {options.split} is of text, and images are those of the test split: leave it out")
     if subject.img_size is not None:
         shown = first_images(options.data, count, subject.img_size, subject.in_chans, options.root)
         return Inputs(shown, kind, f"the first {count} test images, at {subject.img_size} pixels")
@@ -146,24 +159,32 @@ def read_inputs(options: Any, subject: Subject, count: int, length: int) -> Inpu
             f"{length} tokens are asked for, and {options.model} has {subject.num_positions} positions: give fewer"
         )
     tokenizer = options.tokenizer or ("bpe" if options.random else None)
-    stream = token_stream(options.data, options.model, subject.model, tokenizer, options.root)
+    split = options.split or "train"
+    stream = token_stream(options.data, options.model, subject.model, tokenizer, options.root, split)
     tokens = "the model's tokenizer" if tokenizer is None else OWN_TOKENIZERS.get(tokenizer, f"tokenizer {tokenizer}")
-    described = f"{count} sequences of the training text that do not overlap, {tokens}, no special tokens"
-    return Inputs(apart(stream, count, length, options.data), kind, described)
+    text = "training text" if split == "train" else f"{split} text"
+    described = f"{count} sequences of the {text} that do not overlap, {tokens}, no special tokens"
+    return Inputs(apart(stream, count, span or length, options.data), kind, described)
 
 
 def token_stream(
-    data: str, model_name: str, model: nn.Module, tokenizer: str | None = None, root: str | None = None
+    data: str,
+    model_name: str,
+    model: nn.Module,
+    tokenizer: str | None = None,
+    root: str | None = None,
+    split: str = "train",
 ) -> Tensor:
-    """The ids of the training text of ``data`` in one stream, ``[tokens]``.
+    """The ids of the text of ``data`` in one stream, ``[tokens]``.
 
     Args:
         data: a key of ``TEXTS``.
         model_name: what the model was loaded from.
         model: whose vocabulary bounds the ids.
-        tokenizer: "word" or "bpe", trained on this text; a name or folder of a Hugging Face tokenizer, which adds no
-            special tokens; None for the model's own.
+        tokenizer: "word" or "bpe", trained on the training text; a name or folder of a Hugging Face tokenizer, which
+            adds no special tokens; None for the model's own.
         root: folder with data sets, as the data module takes it.
+        split: one of ``SPLITS``.
 
     Raises:
         ModuleNotFoundError: if a Hugging Face tokenizer is asked for, and the extra ``hf`` is not installed.
@@ -177,13 +198,14 @@ def token_stream(
         limit = size if tokenizer == "word" else min(size, DEFAULT_BPE_SIZE)
         module = TEXTS[data](root=root, tokenizer=tokenizer, vocab_size=limit)
         module.setup()
-        ids = np.asarray(module.tokens("train"))
+        ids = np.asarray(module.tokens(split))
     else:
         module = TEXTS[data](root=root)
         module.source_identity()  # says what is missing
-        lines = [f"{line.rstrip()}\n" for batch in module.lines("train") for line in batch if line.strip()]
+        lines = [f"{line.rstrip()}\n" for batch in module.lines(split) for line in batch if line.strip()]
         if not lines:
-            raise ValueError(f"the training part of the text of {data} is empty, or has no whole line: {module.where}")
+            part = "training" if split == "train" else split
+            raise ValueError(f"the {part} part of the text of {data} is empty, or has no whole line: {module.where}")
         where = model_name if tokenizer is None else tokenizer
         encode, unknown = _pretrained_tokenizer(where)
         ids = np.fromiter(chain.from_iterable(encode(lines)), dtype=np.int64)

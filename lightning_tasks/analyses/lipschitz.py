@@ -1,7 +1,8 @@
 """How smooth attention is (Castin, Ablin and Peyré, ICML 2024, arXiv 2312.14820): Lipschitz constants over lengths.
 
 At every length, each layer's Jacobian is taken at what it is given in the model's forward pass on sequences of text
-that do not overlap (or, of images, at the first tokens of that), and its largest singular value is found. A layer is
+that do not overlap (or, of images, at the first tokens of that), and its largest singular value is found. A shorter
+sequence is the beginning of a longer one; with --disjoint no two of any length overlap, as in the paper. A layer is
 the module that calls itself attention: with the output projection in GPT-2 and timm, without it in BERT. Rows that
 are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
 or settings are never used. What cannot be measured is left out, named at the end, and tried again by the same command.
@@ -17,14 +18,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from attention_modules import AttentionMechanism, SinkhornAttention
 from attention_modules.analysis import ascend_lipschitz, local_lipschitz
-from attention_modules.analysis.lipschitz import LEAST_STEPS
+from attention_modules.analysis.lipschitz import LEAST_STEPS, Method
 from attention_modules.base import described
 from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.analyses.inputs import (
@@ -60,18 +61,27 @@ the runs behind docs/results/smoothness.md (MINILM: the folder `model` of the pa
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured of each layer: the inputs at each length, and how exactly."""
+    """What is measured of each layer: the inputs at each length, and how exactly.
+
+    Args:
+        disjoint: whether each length has a part of the text of its own, the shortest first.
+    """
 
     inputs: Inputs
     lengths: tuple[int, ...]
     adversarial: int
     tol: float
     max_iter: int
+    method: Method = "golub-kahan"
+    disjoint: bool = False
 
     def shown(self, length: int) -> Tensor:
         """What the model is given at a length: that much text, or whole images."""
         values = self.inputs.values
-        return values[:, :length] if self.inputs.kind == "text" else values
+        if self.inputs.kind != "text":
+            return values
+        start = sum(each for each in self.lengths if each < length) if self.disjoint else 0
+        return values[:, start : start + length]
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -141,7 +151,7 @@ def _measure(
                 f"its input has {len(call.x)} samples for {sequences} {shown}, so that they cannot be told apart"
             )
         x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
-        found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter)
+        found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter, method=settings.method)
         advance(1)
         radius = x.norm(dim=2).amax(1)
         relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
@@ -210,8 +220,15 @@ def _parser() -> argparse.ArgumentParser:
     add_mechanism(parser)
     parser.add_argument("--lengths", default="2:100:2", help="FIRST:LAST:STEP or a list (default: %(default)s)")
     parser.add_argument("--sequences", type=int, default=10, help="at every length (default: %(default)s)")
+    parser.add_argument("--disjoint", action="store_true", help="sequences of all lengths, and none that overlap")
     parser.add_argument(
         "--adversarial", type=int, default=0, metavar="STEPS", help="also at inputs after STEPS of gradient ascent"
+    )
+    parser.add_argument(
+        "--method",
+        choices=get_args(Method),
+        default="golub-kahan",
+        help="power: as in the paper (default: %(default)s)",
     )
     parser.add_argument("--tol", type=float, default=1e-3, help="relative residual (default: %(default)s)")
     parser.add_argument("--max-iter", type=int, default=50, help="products with J (default: %(default)s)")
@@ -238,8 +255,13 @@ def main(arguments: Sequence[str]) -> None:
     subject = read_subject(options)
     layers = choose_layers(subject.model, options.layers)
     _refuse_surrogates(layers)
-    inputs = read_inputs(options, subject, options.sequences, lengths[-1])
-    settings = Settings(inputs, lengths, options.adversarial, options.tol, options.max_iter)
+    if options.disjoint and subject.img_size is not None:
+        raise UsageError("--disjoint is of text, and the model takes images: leave it out")
+    span = sum(lengths) if options.disjoint else lengths[-1]
+    inputs = read_inputs(options, subject, options.sequences, lengths[-1], span)
+    settings = Settings(
+        inputs, lengths, options.adversarial, options.tol, options.max_iter, options.method, options.disjoint
+    )
     head = _head(options, subject, layers, inputs.described)
     with output_folder(options.output):
         read_made_by(options.output)  # a damaged one is refused before anything is measured
@@ -283,7 +305,7 @@ def _run(
     """All rows, and what failed; the rows that there are when the run is killed are in the table."""
     failures: list[Failure] = []
     planned = measurements(subject, layers, settings, failures)
-    identity = fingerprint(subject.model, [settings.tol, settings.max_iter, LEAST_STEPS])
+    identity = fingerprint(subject.model, [settings.tol, settings.max_iter, LEAST_STEPS, settings.method])
     store = RowStore(output / ROWS, Row)
     todo = any(store.rows(measurement_key(identity, each.what)) is None for each in planned)
     seconds = seconds_a_token(subject, layers, settings) if todo else 0.0
@@ -305,10 +327,13 @@ def _run(
 def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: str) -> str:
     """What was measured, in words."""
     kinds = ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
+    nested = "no two of any length overlap" if options.disjoint else "a shorter one begins a longer one"
+    lengths = "" if subject.img_size is not None else f" Of the sequences {nested}."
+    how = "the power method on JᵀJ" if options.method == "power" else "bidiagonalization"
     ascent = f" Adversarial: {options.adversarial} steps of gradient ascent, each token at its norm."
     return (
         f"{options.model} ({type(subject.model).__name__}, {described_weights(options)}), layers: {kinds}. "
-        f"{options.data}: {described}. "
-        f"Relative tolerance {options.tol:g}, at most {options.max_iter} iterations."
+        f"{options.data}: {described}.{lengths} "
+        f"By {how}, relative tolerance {options.tol:g}, at most {options.max_iter} iterations."
         f"{ascent if options.adversarial else ''}"
     )

@@ -29,8 +29,8 @@ class Row:
         layer: name of the layer.
         input: "text", "images" or "adversarial".
         length: n, tokens.
-        sequence: its number; a shorter sequence is the beginning of the longer one of this number, and all windows of
-            an image have the image's.
+        sequence: its number, that of a part of the text, in which shorter sequences begin longer ones (or come before
+            them, if disjoint); all windows of an image have the image's.
         value: the largest singular value, from below.
         residual: relative to the value.
         converged: whether the residual is within the tolerance.

@@ -53,16 +53,17 @@ class AttentionMonitor(MechanismObserver):
 
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` (the effective number of tokens) and ``largest_probability``; during validation and test they
-    start with ``val/`` and ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys) counts once, over samples,
-    heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that it is the mean of the
-    layers where they see equally many rows, and those that see more weigh more (a windowed model's early stages). Where
-    a model holds several networks, each has a mean of its own: ``attention/student/entropy/mean``.
+    start with ``val/`` and ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys)
+    counts once, over samples, heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that
+    it is the mean of the layers where they see equally many rows, and those that see more weigh more (a windowed
+    model's early stages). Where a model holds several networks, each has a mean of its own:
+    ``attention/student/entropy/mean``.
     Definitions: :func:`attention_modules.analysis.attention_statistics`, of the map by which the mechanism mixes the
     values (:func:`attnswap.attention_maps`). Where its rows do not sum to 1 (``sigmoid``, ``sink``) or have negative
     weights (``differential``, ``twicing``), entropy, effective number of tokens and sink are those of ``|w|``
-    over its sum in the row, and ``largest_probability`` is the largest ``|w|`` as it is. Of a mechanism without a map nothing is logged
-    but ``token_similarity``, and a warning names it. The statistics of softmax(q kᵀ), whatever acts, are
-    :func:`attention_modules.analysis.attention_statistics`.
+    over its sum in the row, and ``largest_probability`` is the largest ``|w|`` as it is. Of a mechanism without a map
+    nothing is logged but ``token_similarity``, and a warning names it. The statistics of softmax(q kᵀ), whatever acts,
+    are :func:`attention_modules.analysis.attention_statistics`.
 
     ``sink`` is the largest share of all rows' attention that one key takes, from at most 256 rows of each map of at
     least 16 keys (all rows where the map is made in chunks anyway), and counts once a head and sample

@@ -75,6 +75,45 @@ def test_rows_are_singular_values_of_the_layer_at_its_input(bert, texts, tmp_pat
     assert (tmp_path / "lipschitz.png").stat().st_size > 10_000
 
 
+def layer_input(bert, words):
+    """What the second layer of the model is given of these words, and the layer."""
+    model, seen = BertModel.from_pretrained(bert, attn_implementation="eager").eval(), []
+    layer = model.encoder.layer[1].attention.self
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(torch.tensor([AutoTokenizer.from_pretrained(bert)(" ".join(words))["input_ids"]]))
+    return seen[0], layer
+
+
+def largest(layer, x):
+    jacobian = jacrev(lambda x: layer(x)[0])(x).reshape(x.numel(), x.numel())
+    return torch.linalg.svdvals(jacobian)[0].item()
+
+
+def test_disjoint_sequences_come_one_after_another_by_the_power_method(bert, texts, tmp_path, tiny):
+    given = ["--layers", "1", "--disjoint", "--method", "power", "--max-iter", "400"]
+    rows = analyze(tmp_path, *tiny, *given)
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().splitlines()
+    words = " ".join(words[: len(words) * 8 // 10]).split()
+    stride = len(words) // 3
+    for length, start in ((2, 0), (4, 2), (8, 6)):
+        x, layer = layer_input(bert, words[stride + start : stride + start + length])
+        (row,) = (row for row in rows if (row["length"], row["sequence"]) == (str(length), "1"))
+        assert float(row["value"]) == pytest.approx(largest(layer, x), rel=1e-3)
+    said = (tmp_path / "summary.md").read_text()
+    assert "no two of any length overlap. By the power method on JᵀJ" in said
+
+
+def test_the_split_of_the_text_is_a_choice(bert, texts, tmp_path, tiny):
+    (row, *_) = analyze(tmp_path, *tiny, "--layers", "1", "--data", "ag_news", "--split", "test", "--lengths", "4")
+    import pyarrow.parquet
+
+    words = pyarrow.parquet.read_table(texts / "ag_news" / "data" / "test-00000-of-00001.parquet")["text"][0].as_py()
+    x, layer = layer_input(bert, words.split()[:4])
+    assert float(row["value"]) == pytest.approx(largest(layer, x), rel=1e-3)
+    assert "sequences of the test text" in (tmp_path / "summary.md").read_text()
+
+
 def test_a_mechanism_is_measured_at_the_inputs_of_the_model_as_it_was(bert, texts, tmp_path, tiny):
     plain = analyze(tmp_path / "plain", *tiny)
     for name, mechanism in (("softmax", ["softmax"]), ("l2", ["l2", "--options", '{"shared": false}'])):
@@ -355,6 +394,11 @@ def test_a_folder_without_a_vocabulary_or_with_other_weights_is_refused(bert, te
             ["--model", "test_vit", "--random", "--data", "digits", "--root", "{empty}"],
             "digits is in an installed package; leave it out",
         ),
+        (["--sequences", "46", "--disjoint"], "has 640 tokens, and 46 sequences of 14 .* need 644"),
+        (["--method", "lanczos"], "invalid choice: 'lanczos' .choose from 'golub-kahan', 'power'"),
+        (["--split", "dev"], "invalid choice: 'dev' .choose from 'train', 'validation', 'test'"),
+        (["--model", "test_vit", "--random", "--data", "cifar10", "--split", "test"], "--split test is of text"),
+        (["--model", "test_vit", "--random", "--data", "cifar10", "--disjoint"], "--disjoint is of text"),
         (["--data", "cifar10"], "BertModel takes text: give --data gutenberg or ag_news, got cifar10"),
         (["--layers", "2"], "2 is out of range, 2 self-attention layers match"),
         (["--layers", ","], "--layers ',' has an empty part: give numbers"),
