@@ -2,7 +2,8 @@
 
 At every length, each layer's Jacobian is taken at what it is given in the model's forward pass on sequences of text
 that do not overlap (or, of images, at the first tokens of that), and its largest singular value is found. A shorter
-sequence is the beginning of a longer one; with --disjoint no two of any length overlap, as in the paper. A layer is
+sequence is the beginning of a longer one; with --disjoint no two of any length overlap, as in the paper. With --radii
+the length is fixed, and the layers' inputs are scaled to these norms: the constants stand beside the bound. A layer is
 the module that calls itself attention: with the output projection in GPT-2 and timm, without it in BERT. Rows that
 are done are kept in OUTPUT/rows.jsonl: the same command goes on where it was killed, and rows of other weights, text
 or settings are never used. What cannot be measured is left out, named at the end, and tried again by the same command.
@@ -24,9 +25,10 @@ import torch
 from torch import Tensor
 
 from attention_modules import AttentionMechanism, SinkhornAttention
-from attention_modules.analysis import ascend_lipschitz, local_lipschitz
+from attention_modules.analysis import ascend_lipschitz, layer_lipschitz_bound, local_lipschitz
 from attention_modules.analysis.lipschitz import LEAST_STEPS, Method
 from attention_modules.base import described
+from attention_modules.hosts import attention_layers
 from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.analyses.inputs import (
     Inputs,
@@ -36,6 +38,7 @@ from lightning_tasks.analyses.inputs import (
     read_inputs,
     read_subject,
 )
+from lightning_tasks.analyses.lipschitz_radii import RADII, Bounds, write_radii, write_radii_report
 from lightning_tasks.analyses.lipschitz_report import FIGURE, SUMMARY, TABLE, Row, write_report, write_table
 from lightning_tasks.analyses.made_by import MADE_BY, Recording, read_made_by
 from lightning_tasks.analyses.subjects import Layer, Subject, choose_layers, layer_calls
@@ -65,6 +68,7 @@ class Settings:
 
     Args:
         disjoint: whether each length has a part of the text of its own, the shortest first.
+        radii: norms to which the largest token of a layer's input is scaled; none: the input as it is.
     """
 
     inputs: Inputs
@@ -74,6 +78,7 @@ class Settings:
     max_iter: int
     method: Method = "golub-kahan"
     disjoint: bool = False
+    radii: tuple[float, ...] = ()
 
     def shown(self, length: int) -> Tensor:
         """What the model is given at a length: that much text, or whole images."""
@@ -101,6 +106,42 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     if not lengths or min(lengths) < 1 or len(set(lengths)) < len(lengths):
         raise UsageError(f"--lengths {text!r} must give lengths of at least 1, at least one, and none twice")
     return tuple(sorted(lengths))
+
+
+def parse_radii(text: str | None, lengths: Sequence[int]) -> tuple[float, ...]:
+    """Radii from "1,4,16"; none of None.
+
+    Raises:
+        UsageError: a radius is no finite number above 0 or is given twice, or there are several lengths.
+    """
+    if text is None:
+        return ()
+    try:
+        radii = [float(part) for part in text.split(",")]
+    except ValueError:
+        radii = []
+    if not radii or not all(0 < radius < math.inf for radius in radii) or len(set(radii)) < len(radii):
+        raise UsageError(f"--radii {text!r} must be finite numbers above 0 with commas between, none twice, as 1,4,16")
+    if len(lengths) > 1:
+        raise UsageError(f"--radii are swept at one length, and --lengths gives {len(lengths)}: give one")
+    return tuple(sorted(radii))
+
+
+def bounds_of(subject: Subject, layers: Sequence[Layer], length: int, radii: Sequence[float]) -> Bounds:
+    """The bound on each layer's constant at each radius; nan where it does not cover the layer."""
+    try:
+        known = {layer.name: layer for layer in attention_layers(subject.model)}
+    except ValueError:
+        known = {}
+    found = {}
+    for layer in layers:
+        for radius in radii:
+            try:
+                bound = layer_lipschitz_bound(known[layer.name], radius=radius, num_tokens=length).item()
+            except (KeyError, ValueError):
+                bound = math.nan
+            found[layer.name, radius] = bound
+    return found
 
 
 @dataclass(frozen=True)
@@ -132,14 +173,22 @@ def measurements(
             for kind in kinds:
                 steps = settings.adversarial if kind == ADVERSARIAL else 0
                 what = {"layer": layer.name, "length": length, "input": kind, "steps": steps, "data": digest}
-                measure = _measure(partial(call, length, index), layer, kind, length, steps, settings)
-                measure = _or_failure(measure, layer.name, length, failures)
-                planned.append(Measurement(what, length * (1 + _ASCENT_STEP * steps), measure))
+                for radius in settings.radii or (None,):
+                    measure = _measure(partial(call, length, index), layer, kind, length, steps, settings, radius)
+                    measure = _or_failure(measure, layer.name, length, failures)
+                    at = what if radius is None else what | {"radius": radius}
+                    planned.append(Measurement(at, length * (1 + _ASCENT_STEP * steps), measure))
     return planned
 
 
 def _measure(
-    call_of: Callable[[], LayerCall], layer: Layer, kind: str, length: int, steps: int, settings: Settings
+    call_of: Callable[[], LayerCall],
+    layer: Layer,
+    kind: str,
+    length: int,
+    steps: int,
+    settings: Settings,
+    radius: float | None,
 ) -> Callable[[Advance], list[Row]]:
     def measure(advance: Advance) -> list[Row]:
         call = call_of()
@@ -150,12 +199,13 @@ def _measure(
             raise ValueError(
                 f"its input has {len(call.x)} samples for {sequences} {shown}, so that they cannot be told apart"
             )
-        x = ascend_lipschitz(call, call.x, steps=steps) if steps else call.x
+        x = call.x if radius is None else _scaled(call.x, radius)
+        x = ascend_lipschitz(call, x, steps=steps) if steps else x
         found = local_lipschitz(call, x, tol=settings.tol, max_iter=settings.max_iter, method=settings.method)
         advance(1)
-        radius = x.norm(dim=2).amax(1)
+        norms = x.norm(dim=2).amax(1) if radius is None else torch.full_like(found.value, radius, dtype=torch.float64)
         relative = found.residual / found.value.clamp(min=torch.finfo(found.value.dtype).tiny)
-        columns = (found.value, relative, found.converged, radius)
+        columns = (found.value, relative, found.converged, norms)
         return [
             Row(layer.name, kind, length, place // windows, value, residual, converged, found.iterations, norm)
             for place, (value, residual, converged, norm) in enumerate(
@@ -164,6 +214,11 @@ def _measure(
         ]
 
     return measure
+
+
+def _scaled(x: Tensor, radius: float) -> Tensor:
+    """Each sample of ``[B, n, d]`` times a number, so that its largest token has this norm."""
+    return x * (radius / x.norm(dim=2).amax(1))[:, None, None]
 
 
 def _or_failure(
@@ -222,6 +277,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=10, help="at every length (default: %(default)s)")
     parser.add_argument("--disjoint", action="store_true", help="sequences of all lengths, and none that overlap")
     parser.add_argument(
+        "--radii", metavar="R,R", help="at one length: scale the layers' inputs so that the largest token has norm R"
+    )
+    parser.add_argument(
         "--adversarial", type=int, default=0, metavar="STEPS", help="also at inputs after STEPS of gradient ascent"
     )
     parser.add_argument(
@@ -233,7 +291,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tol", type=float, default=1e-3, help="relative residual (default: %(default)s)")
     parser.add_argument("--max-iter", type=int, default=50, help="products with J (default: %(default)s)")
     parser.add_argument(
-        "--output", required=True, type=Path, help=f"folder for {TABLE}, {FIGURE}, {SUMMARY}, {ROWS}, {MADE_BY}"
+        "--output",
+        required=True,
+        type=Path,
+        help=f"folder for {TABLE} or {RADII}, {FIGURE}, {SUMMARY}, {ROWS}, {MADE_BY}",
     )
     return parser
 
@@ -252,6 +313,7 @@ def main(arguments: Sequence[str]) -> None:
     recording = Recording("attnswap analyze lipschitz", arguments)
     _check(options)
     lengths = parse_lengths(options.lengths)
+    radii = parse_radii(options.radii, lengths)
     subject = read_subject(options)
     layers = choose_layers(subject.model, options.layers)
     _refuse_surrogates(layers)
@@ -260,22 +322,33 @@ def main(arguments: Sequence[str]) -> None:
     span = sum(lengths) if options.disjoint else lengths[-1]
     inputs = read_inputs(options, subject, options.sequences, lengths[-1], span)
     settings = Settings(
-        inputs, lengths, options.adversarial, options.tol, options.max_iter, options.method, options.disjoint
+        inputs, lengths, options.adversarial, options.tol, options.max_iter, options.method, options.disjoint, radii
     )
+    save, report = _saving(bounds_of(subject, layers, lengths[0], radii), options.output)
     head = _head(options, subject, layers, inputs.described)
     with output_folder(options.output):
         read_made_by(options.output)  # a damaged one is refused before anything is measured
-        rows, failures = _run(subject, layers, settings, options.output, recording)
+        rows, failures = _run(subject, layers, settings, options.output, recording, save)
         if failures:
             head += f"\n\nNot measured: {described_failures(failures)}."
         if rows or not failures:
-            print(write_report(rows, head, options.output), end="")
+            print(report(rows, head), end="")
     if not failures:
         return
     said = f"not measured: {described_failures(failures)}; give other layers (--layers) or lengths (--lengths)"
     if not rows:
         raise UsageError(said)
     raise UsageError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")
+
+
+def _saving(bounds: Bounds, output: Path) -> tuple[Callable[[list[Row]], None], Callable[[list[Row], str], str]]:
+    """What writes the table, and what writes the report: over lengths, or over radii where there are bounds."""
+    if bounds:
+        return (
+            lambda rows: write_radii(rows, bounds, output),
+            lambda rows, head: write_radii_report(rows, bounds, head, output),
+        )
+    return lambda rows: write_table(rows, output / TABLE), lambda rows, head: write_report(rows, head, output)
 
 
 def _check(options: Any) -> None:
@@ -300,7 +373,12 @@ def _refuse_surrogates(layers: Sequence[Layer]) -> None:
 
 
 def _run(
-    subject: Subject, layers: Sequence[Layer], settings: Settings, output: Path, recording: Recording
+    subject: Subject,
+    layers: Sequence[Layer],
+    settings: Settings,
+    output: Path,
+    recording: Recording,
+    save: Callable[[list[Row]], None],
 ) -> tuple[list[Row], list[Failure]]:
     """All rows, and what failed; the rows that there are when the run is killed are in the table."""
     failures: list[Failure] = []
@@ -314,13 +392,13 @@ def _run(
     def on_rows(rows: list[Row]) -> None:
         kept[:] = rows
         if rows:
-            write_table(rows, output / TABLE)
+            save(rows)
             recording.write(output)
 
     try:
         return run_suite(planned, identity, store, seconds, True, on_rows, title="lipschitz"), failures
     except KeyboardInterrupt:
-        where = f"{output} ({TABLE}), and the same command goes on from there"
+        where = f"{output} ({RADII if settings.radii else TABLE}), and the same command goes on from there"
         raise UsageError(f"interrupted: {len(kept)} rows are kept in {where}") from None
 
 

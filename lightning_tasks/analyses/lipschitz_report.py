@@ -221,7 +221,7 @@ def drawn(panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> Any:
             _draw_kind(axes, color, kind, points, fit)
         for place, (points, fit) in enumerate(kinds.values()):
             _draw_guides(axes, points, fit, named=place == 0)
-        _log_scales(axes)
+        log_scales(axes)
         axes.set_title(layer, loc="left", fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         low, high = axes.get_ylim()
@@ -232,7 +232,7 @@ def drawn(panels: Mapping[str, Mapping[str, tuple[Points, Fit]]]) -> Any:
     return figure
 
 
-def _log_scales(axes: Any) -> None:
+def log_scales(axes: Any) -> None:
     """Logarithmic axes with few ticks, written out: 4, 8, 16 and 1, 2, 5."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 

@@ -16,6 +16,8 @@ pytest.importorskip("transformers")
 
 from transformers import AutoTokenizer, BertModel, GPT2Config
 
+from attention_modules.analysis import layer_lipschitz_bound
+from attention_modules.hosts import attention_layers
 from attention_modules.naive import naive_sinkhorn
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses import lipschitz
@@ -102,6 +104,34 @@ def test_disjoint_sequences_come_one_after_another_by_the_power_method(bert, tex
         assert float(row["value"]) == pytest.approx(largest(layer, x), rel=1e-3)
     said = (tmp_path / "summary.md").read_text()
     assert "no two of any length overlap. By the power method on JᵀJ" in said
+
+
+@pytest.mark.figures
+def test_radii_are_swept_at_one_length_beside_the_bound(bert, texts, tmp_path, tiny, capsys):
+    given = [*tiny[:-1], "4", "--layers", "1", "--radii", "16,0.5", "--adversarial", "2"]
+    main(["analyze", "lipschitz", "--output", str(tmp_path), *map(str, given)])
+    with (tmp_path / "radii.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["input"], row["radius"]) for row in rows[::3]] == [
+        (kind, radius) for kind in ("text", "adversarial") for radius in ("0.5", "16.0")
+    ]
+    words = (texts / "gutenberg" / "carroll-alice.txt").read_text().split()[:4]
+    x, layer = layer_input(bert, words)
+    (known,) = (each for each in attention_layers(BertModel.from_pretrained(bert)) if "layer.1." in each.name)
+    for radius in (0.5, 16.0):
+        (row,) = (row for row in rows if (row["input"], float(row["radius"]), row["sequence"]) == ("text", radius, "0"))
+        assert float(row["value"]) == pytest.approx(largest(layer, x * radius / x.norm(dim=2).max()), rel=1e-3)
+        bound = layer_lipschitz_bound(known, radius=radius, num_tokens=4).item()
+        assert float(row["bound"]) == pytest.approx(bound, rel=1e-6)
+    assert all(float(row["value"]) <= float(row["bound"]) for row in rows)
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "summary.md").read_text()
+    assert f"({bound:.3g}) |" in printed
+    assert (tmp_path / "lipschitz.png").stat().st_size > 10_000
+    # A mechanism that the bound does not cover has none.
+    main(["analyze", "lipschitz", "--output", str(tmp_path / "l2"), *map(str, given[:-2]), "--mechanism", "l2"])
+    with (tmp_path / "l2" / "radii.csv").open() as file:
+        assert {row["bound"] for row in csv.DictReader(file)} == {"nan"}
 
 
 def test_the_split_of_the_text_is_a_choice(bert, texts, tmp_path, tiny):
@@ -395,6 +425,11 @@ def test_a_folder_without_a_vocabulary_or_with_other_weights_is_refused(bert, te
             "digits is in an installed package; leave it out",
         ),
         (["--sequences", "46", "--disjoint"], "has 640 tokens, and 46 sequences of 14 .* need 644"),
+        (["--radii", "1,4"], "--radii are swept at one length, and --lengths gives 3: give one"),
+        (["--lengths", "4", "--radii", "0,1"], "--radii '0,1' must be finite numbers above 0"),
+        (["--lengths", "4", "--radii", "1,inf"], "--radii '1,inf' must be finite numbers above 0"),
+        (["--lengths", "4", "--radii", "2,2.0"], "--radii '2,2.0' must be .* none twice"),
+        (["--lengths", "4", "--radii", "a"], "--radii 'a' must be finite numbers"),
         (["--method", "lanczos"], "invalid choice: 'lanczos' .choose from 'golub-kahan', 'power'"),
         (["--split", "dev"], "invalid choice: 'dev' .choose from 'train', 'validation', 'test'"),
         (["--model", "test_vit", "--random", "--data", "cifar10", "--split", "test"], "--split test is of text"),
