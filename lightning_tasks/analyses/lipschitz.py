@@ -406,7 +406,7 @@ def _head(options: Any, subject: Subject, layers: Sequence[Layer], described: st
     """What was measured, in words."""
     kinds = ", ".join(sorted({type(layer.module).__name__ for layer in layers}))
     nested = "no two of any length overlap" if options.disjoint else "a shorter one begins a longer one"
-    lengths = "" if subject.img_size is not None else f" Of the sequences {nested}."
+    lengths = "" if subject.img_size is not None or options.radii else f" Of the sequences {nested}."
     how = "the power method on JᵀJ" if options.method == "power" else "bidiagonalization"
     ascent = f" Adversarial: {options.adversarial} steps of gradient ascent, each token at its norm."
     return (
