@@ -82,6 +82,7 @@ def _cell(values: Sequence[float], bound: float) -> str:
 def draw_radii(rows: Sequence[Row], bounds: Bounds) -> Any:
     """The figure: constants of every sequence over R, a panel per layer, and the bound above them."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     layers = list(dict.fromkeys(row.layer for row in rows))
     columns = min(4, len(layers))
@@ -99,6 +100,7 @@ def draw_radii(rows: Sequence[Row], bounds: Bounds) -> Any:
         line = sorted((radius, bound) for (name, radius), bound in bounds.items() if name == layer)
         axes.plot(*zip(*line, strict=True), color="black", linewidth=1, linestyle="--", label="bound")
         log_scales(axes)
+        axes.yaxis.set_major_locator(LogLocator())
         axes.set_title(layer, loc="left", fontsize="small")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize="x-small", frameon=False, loc="upper left")

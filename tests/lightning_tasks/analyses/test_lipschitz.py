@@ -279,6 +279,12 @@ def test_a_checkpoint_of_a_task_is_a_model(recipe, attention, data, texts, tmp_p
     rows = analyze(tmp_path, "--model", checkpoint, "--data", data, "--sequences", 1, "--lengths", "3")
     assert [row["layer"] for row in rows] == ["model.blocks.0.attn", "model.blocks.1.attn"]
     assert "layers: SwappedAttention" in (tmp_path / "summary.md").read_text()
+    main(["analyze", "spectrum", "--model", str(checkpoint), "--output", str(tmp_path / "spectrum")])
+    with (tmp_path / "spectrum" / "spectrum.csv").open() as file:
+        found = list(csv.DictReader(file))
+    assert {row["layer"] for row in found} == {row["layer"] for row in rows}
+    if attention:  # W_q is W_k: no eigenvalue is below zero
+        assert min(float(row["min"]) for row in found) > -1e-9
 
 
 def test_causal_models_random_weights_and_modules_by_name(texts, tmp_path):
