@@ -173,7 +173,7 @@ What else to know:
   is refused by the hook's name. Mechanisms that use the query replace none; a mechanism whose own Parameters have hooks
   makes no room for another. If a swap silences hooks that saw attention maps, a warning says so. A hook that reads the
   map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
-- What counts columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by columns.
+- Columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by the column.
   Models of transformers check `position_ids`, and masks show padding before and between: other positions are an error.
   Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
