@@ -313,7 +313,7 @@ class AttentionMonitor(MechanismObserver):
         bad = ~query.isfinite(), ~key.isfinite()
         finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)
         sums, shares = self._of_map(name, mechanism, args, kwargs)
-        tokens = self._tokens.pop(index, None)
+        tokens = _batch_first(self._tokens.pop(index, None), query)
         if shares is not None:
             sums["sink"] = _known(shares.amax(-1), finite.unsqueeze(1))
         if shares is not None and tokens is not None and tokens.shape[:2] == (shares.shape[0], shares.shape[2]):
@@ -416,6 +416,14 @@ def _known(values: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
     """The values, and which there are: NaN of what is finite says that there is none, and becomes 0."""
     none = values.isnan() & finite
     return values.masked_fill(none, 0.0), ~none
+
+
+def _batch_first(tokens: Tensor | None, query: Tensor) -> Tensor | None:
+    """Tokens ``[B, N, C]`` of ``[N, B, C]``, as the shape of queries ``[B, H, N, d]`` tells where B is not N."""
+    batch, number = query.shape[0], query.shape[2]
+    if tokens is not None and tokens.shape[:2] == (number, batch) != (batch, number):
+        return tokens.transpose(0, 1)
+    return tokens
 
 
 def _seen(attn_mask: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ _COUNTS = "attnswap_counts"  # of a model that checks its positions: the mechani
 def watch_positions(model: nn.Module) -> None:
     """Have each model that takes `position_ids` check them, as few hand them on; none where no layer counts."""
     for module in model.modules():
-        if not _takes_positions(type(module)):  # type: ignore[arg-type]
+        if not _takes_positions(type(module)):
             continue
         mechanisms = [part.mechanism for part in module.modules() if isinstance(part, Swapped)]
         columns = [each for each in mechanisms if each.counts_columns]
@@ -31,7 +30,6 @@ def watch_positions(model: nn.Module) -> None:
             module.register_forward_pre_hook(_check, with_kwargs=True)
 
 
-@cache
 def _takes_positions(kind: Any) -> bool:
     model = any(each.__name__ == "PreTrainedModel" for each in kind.__mro__)
     return model and "position_ids" in inspect.signature(kind.forward).parameters
@@ -40,6 +38,9 @@ def _takes_positions(kind: Any) -> bool:
 def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)) | kwargs
     positions, mask = given.get("position_ids"), given.get("attention_mask")
+    past = given.get("past_key_values")
+    if past is not None and past.get_seq_length():  # the layer refuses a part of the sequence, and names the cure
+        return
     if isinstance(positions, Tensor):
         name, by_distance = module.__dict__[_COUNTS]
         hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else None

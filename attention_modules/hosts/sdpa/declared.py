@@ -145,7 +145,7 @@ class DeclaredHost(SDPAHost):
         if times != 1 or calls[0].source(layer) is None:
             raise AttentionSwapError(
                 f"the declaration of {self.kind.__name__} cannot be checked, as "
-                + (f"it calls scaled_dot_product_attention {times} times" if calls else _no_call(layer))
+                + (_no_source(times) if calls else _no_call(layer))
             )
         return self._checked(layer, calls[0], widths)
 
@@ -283,6 +283,16 @@ class DeclaredHost(SDPAHost):
             owner.__class__ = nn.Linear  # type: ignore[assignment]
             del owner.dropped
         super()._restore_query(layer)
+
+
+def _no_source(times: int) -> str:
+    """Why calls do not check a declaration."""
+    if times != 1:
+        return f"it calls scaled_dot_product_attention {times} times"
+    return (
+        "none of its inputs is a sequence [B, N, C] as long as the queries: only batch-first layers can be declared; "
+        "undeclared, mechanisms with a query work"
+    )
 
 
 def _no_call(layer: nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -116,6 +117,8 @@ class SwappedSDPA(Swapped):
                 cache).
         """
         mechanism, shape = self.mechanism, query.shape
+        if len(shape) == 3 and not torch.compiler.is_compiling():
+            self._warn_of_folded_heads(given, shape)
         q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
         if attn_mask is not None and attn_mask.dim() > 2:
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
@@ -146,6 +149,19 @@ class SwappedSDPA(Swapped):
             scale=scale,
         )
         return out.reshape(*shape[:-1], out.shape[-1])
+
+    def _warn_of_folded_heads(self, given: Sequence[Any], shape: torch.Size) -> None:
+        for x in given:
+            if isinstance(x, Tensor) and x.dim() == 3 and shape[1] in x.shape[:2]:
+                batch = x.shape[0] if x.shape[1] == shape[1] else x.shape[1]
+                if shape[0] > batch and shape[0] % batch == 0:
+                    warnings.warn(
+                        f"{self._shown()} gave {shape[0]} sequences for {batch} samples: its heads lie in the batch, "
+                        "and count as one head with the same Parameters in maps and statistics; give the function "
+                        "[B, H, N, d] where heads are to be told apart",
+                        stacklevel=3,
+                    )
+                return
 
     def _shown(self) -> str:
         name = self.mechanism.spec.layer_name

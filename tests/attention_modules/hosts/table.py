@@ -48,9 +48,9 @@ attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanis
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
   queries after the projection. It is checked before a swap: the
-  projections must give what the call got. In YAML: `SwapAttention` with
-  `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap, declare
-  the class first.
+  projections must give what the call got. So it is of self-attention in a batch-first layer. In YAML: `SwapAttention`
+  with `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap,
+  declare the class first.
 - *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
   calls flash-attn, xformers or FlexAttention, two calls in one forward. For those there is
   {py:func}`attnswap.register_host`: a host in a dozen lines of your own.

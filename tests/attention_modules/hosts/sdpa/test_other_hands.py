@@ -9,9 +9,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from attention_modules import swap_attention
+from attention_modules import AttentionSwapError, swap_attention
+from attnswap import declare_host
 from lightning_tasks import load_swapped
 from lightning_tasks.callbacks import SwapAttention
 from tests.attention_modules.hosts.cases import features, padding_mask
@@ -109,3 +111,35 @@ def test_a_declared_layer_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     loaded = load_swapped(Module, tmp_path / "a.ckpt")
     assert torch.equal(loaded.net.eval()(features()), module.net.eval()(features()))
     assert loaded.net[0].query_key_value.weight.shape == (32, 16)
+
+
+class Folded(nn.Module):
+    """Heads lie in the batch, as older code has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, 4, 4).permute(2, 0, 3, 1, 4).reshape(3, batch * 4, tokens, 4)
+        return F.scaled_dot_product_attention(q, k, v).view(batch, 4, tokens, 4).transpose(1, 2).flatten(2)
+
+
+def test_heads_that_lie_in_the_batch_are_told() -> None:
+    layer, x = Folded(), torch.randn(2, 5, 16)
+    plain = layer(x)
+    swap_attention(layer, "softmax")
+    with pytest.warns(UserWarning, match="gave 8 sequences for 2 samples: its heads lie in the batch"):
+        torch.testing.assert_close(layer(x), plain)
+
+
+def test_only_batch_first_layers_can_be_declared() -> None:
+    class First(Folded):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.qkv(x.transpose(0, 1)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).transpose(0, 1)
+
+    declare_host(First, qkv="qkv", heads=4)
+    with pytest.raises(AttentionSwapError, match=r"none of its inputs is a sequence .* only batch-first layers"):
+        swap_attention(First(), "rpc", example=torch.randn(5, 2, 16))

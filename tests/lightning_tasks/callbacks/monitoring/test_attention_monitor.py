@@ -437,6 +437,37 @@ def test_features_of_a_sink_are_of_the_token_with_the_largest_share():
         torch.testing.assert_close(found[name], expected, equal_nan=True)
 
 
+class Own(torch.nn.Module):
+    """A layer of nobody's host, of either order of its axes."""
+
+    def __init__(self, sequence_first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.sequence_first = torch.nn.Linear(8, 24), sequence_first
+
+    def forward(self, x):
+        x = x.transpose(0, 1) if self.sequence_first else x
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return out.transpose(0, 1) if self.sequence_first else out
+
+
+def test_tokens_are_told_from_samples_in_layers_of_ones_own():
+    alike = torch.randn(4, 1, 8).expand(4, 20, 8) + 1e-3 * torch.randn(4, 20, 8)
+    found = []
+    for sequence_first in (False, True):
+        module = pl.LightningModule()
+        module.layer = Own(sequence_first)
+        x = alike.transpose(0, 1) if sequence_first else alike
+        module.validation_step = lambda batch, index, module=module, x=x: (module.layer(x), None)[1]
+        monitor = AttentionMonitor(statistics=["token_similarity", "sink_norm"])
+        trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[monitor], enable_progress_bar=False)
+        trainer.validate(module, DataLoader([0]), verbose=False)
+        found.append({name: value for name, value in trainer.callback_metrics.items() if "layer" in name})
+    assert found[0]["val/attention/token_similarity/layer_00"] > 0.99
+    torch.testing.assert_close(found[1], found[0])
+
+
 def test_sinks_are_not_looked_for_among_few_keys():
     metrics = fit(TinyLM(), [AttentionMonitor(every_n_steps=1)], max_steps=1).callback_metrics
     assert "attention/token_similarity/layer_01" in metrics
