@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import FINISHED, read_record
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
@@ -25,7 +26,7 @@ from lightning_tasks.recipes import (
     shipped_parts,
     shipped_recipes,
 )
-from lightning_tasks.recipes.variants import find_file, find_variant, full_name
+from lightning_tasks.recipes.variants import find_file, find_variant, full_name, read_variants
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.runs.metric_names import robustness_name
 from tests.lightning_tasks.gathered import CHECKS
@@ -301,6 +302,18 @@ def test_exploratory_figures_can_stand_beside_those_of_the_comparison():
         assert main_one[key] == other[key], key
 
 
+def test_the_segmenters_start_from_backbones_of_the_comparison_on_imagenet():
+    """Those of the same attention: what the variants leave out is the recipes' own."""
+    segmenters, classifiers = (read_variants(f"rpc/compare_{name}") for name in ("ade20k", "imagenet"))
+    cells = {cell.checkpoint: cell for cell in plan_cells(classifiers, [0], Path("runs/rpc_imagenet"))}
+    started = {}
+    for variant in segmenters:
+        (path,) = [text.partition("=")[2] for text in variant.overrides if text.startswith("--model.backbone_checkp")]
+        started[variant.name] = cells[Path(path)].name
+    n_6 = {"rpc": "rpc n 6", "rpc decoder": "rpc n 6", "rpc without S": "rpc n 6 without S"}
+    assert started == {"softmax": "softmax", "symmetric": "symmetric", **n_6}
+
+
 def attack_metrics(attacks=(), eps=(), **others):
     """The accuracies that a `RobustnessEvaluation` of images logs of its attacks."""
     return {robustness_name(AttackSetting.read(attack).label, each, "accuracy") for attack in attacks for each in eps}
@@ -329,6 +342,8 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     content["base"] = twin(content["base"], own_folder)
+    for variant in content["variants"].values():
+        variant.pop("model.backbone_checkpoint", None)  # what another comparison leaves
     added = content.get("settings", {}).get("trainer.callbacks+", [])
     content["settings"] = {  # the twin has sizes of its own
         key: value
@@ -359,7 +374,7 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     main(["compare", str(tiny), "--seeds", "0", "--output", "out"])
     printed, errors = capsys.readouterr()
     never_logged = re.findall(r"[\w/.]+", errors.partition("never logged: ")[2].partition(";")[0])
-    left_out = "pgd|spsa|square|autoattack|corruption|gaussian_noise|fog|motion_blur|layer_0[23]"
+    left_out = "released|pgd|spsa|square|autoattack|corruption|gaussian_noise|fog|motion_blur|layer_0[23]"
     assert all(re.search(left_out, metric) for metric in never_logged), never_logged
     assert all(f"| {variant} | 1 |" in printed for variant in content["variants"])
     other = [line for line in printed.partition("Not paired:")[2].splitlines() if line]
