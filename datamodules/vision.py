@@ -58,6 +58,7 @@ class VisionDataModule(ImageDataModule):
         if in_chans not in MODES:
             raise ValueError(f"in_chans is {in_chans!r}: give 1 (grayscale) or 3 (RGB)")
         self.in_chans = in_chans
+        self.eval_transform = dict(eval_transform or {})
         self._transforms = {
             "train": self._transform("train_transform", train_transform, is_training=True),
             "validation": self._transform("eval_transform", eval_transform, is_training=False),

@@ -136,6 +136,8 @@ def tiny_data(tiny_wikitext: Path) -> Path:
         write_parquet(tiny_wikitext / "cifar10" / "plain_text", split, count, image="img", size=32, classes=10)
     for split in ("train", "val"):
         write_class_folders(tiny_wikitext / "imagenet" / split, {f"n0000000{index}": 2 for index in range(6)}, size=20)
+    for name in ("imagenet-a", "imagenet-r", "imagenet-o", *(f"imagenet-c/fog/{severity}" for severity in range(1, 6))):
+        write_class_folders(tiny_wikitext / name, {"n00000000": 1, "n00000001": 1}, size=20)
     write_camvid(tiny_wikitext)
     write_ade20k(tiny_wikitext)
     return tiny_wikitext

@@ -61,8 +61,10 @@ class RobustnessEvaluation(Callback):
         eps: radii in [0, 1], as numbers or fractions ("4/255").
         corruptions: "common" (15), "all" (19), or a list of names; an empty list for none.
         severities: of 1 to 5.
-        baseline: robustness.csv of the run that mCE is relative to, or its folder.
-        shifts: folders of images by wnid (ImageNet-A, -R) by the name they get in the table: accuracy.
+        baseline: robustness.csv of the run that mCE is relative to, or its folder; ``"alexnet"`` for AlexNet's
+            published errors, at severities 1 to 5; or a list of both.
+        shifts: folders of images by wnid (ImageNet-A, -R) by the name they get in the table: accuracy. One that is not
+            there is looked for where data sets are, and so are the other folders.
         ood: images from outside of the classes by the name they get: AUROC, AUPR, FPR95. A folder of folders of them
             (ImageNet-O), or a mapping: ``{"folder": ..., "classes": [...], "without": "cifar10"}`` for some of its
             folders, or none of ImageNet-1k that show a class of CIFAR-10; ``{"data": "digits"}`` for the test images of
@@ -80,6 +82,8 @@ class RobustnessEvaluation(Callback):
         ood_scores: what tells them, by the library pytorch-ood: msp, energy, vim and knn, of which the last two are
             fitted to training images. Where None, 1 - the maximum softmax probability, without the library.
         ood_fit_images: to how many, evenly chosen; all where None.
+        imagenet_c: folder of the released ImageNet-C, CORRUPTION/SEVERITY/CLASS: its images are read as they come, in
+            place of corrupting the test images; ``num_images`` of each folder count, evenly chosen.
 
     Raises:
         ValueError: for what is unknown or out of its limits, and for a second one in the trainer, before anything
@@ -101,7 +105,7 @@ class RobustnessEvaluation(Callback):
         eps: list[str | float] | None = None,
         corruptions: list[str] | Literal["common", "all"] = "common",
         severities: list[int] | None = None,
-        baseline: str | None = None,
+        baseline: str | list[str] | None = None,
         shifts: dict[str, str] | None = None,
         ood: dict[str, str | dict[str, Any]] | None = None,
         wnids: str | None = None,
@@ -114,6 +118,7 @@ class RobustnessEvaluation(Callback):
         rows: str | None = None,
         ood_scores: list[str] | None = None,
         ood_fit_images: int | None = None,
+        imagenet_c: str | None = None,
     ) -> None:
         super().__init__()
         self.settings = read_settings(
@@ -123,6 +128,7 @@ class RobustnessEvaluation(Callback):
             corruptions=corruptions,
             severities=severities,
             baseline=baseline,
+            imagenet_c=imagenet_c,
             shifts=shifts,
             ood=ood,
             ood_scores=ood_scores,
@@ -135,7 +141,6 @@ class RobustnessEvaluation(Callback):
             num_workers=num_workers,
             seed=seed,
         )
-        self.baseline_of = baseline
         self.rows = None if rows is None else Path(rows)
         self.table: list[Row] = []
         """The rows of the last test; none where it ended before any was measured."""
@@ -193,7 +198,7 @@ class RobustnessEvaluation(Callback):
             except NonFiniteLogitsError as error:
                 rank_zero_warn(f"all figures are nan: {error}")
                 rows = [row for each in plan.measurements for row in nan_rows(each)]
-                self._write(_folder_of(trainer), [*with_means(rows, None, ""), *plan.unmeasured])
+                self._write(_folder_of(trainer), [*with_means(rows), *plan.unmeasured])
             else:
                 self._run(trainer, pl_module, plan)
         for row in self.table:
@@ -228,8 +233,7 @@ class RobustnessEvaluation(Callback):
         seconds = (time.monotonic() - started) * plan.count / min(plan.count, plan.batch_size)
 
         def write(rows: list[Row]) -> None:
-            means = with_means(rows, self.settings.baseline, f"against {self.baseline_of}")
-            self._write(folder, [*means, *plan.unmeasured])
+            self._write(folder, [*with_means(rows, self.settings.baselines), *plan.unmeasured])
 
         def end_when_asked() -> None:
             if trainer.received_sigterm:  # which Lightning notes, and heeds between training batches alone

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -21,6 +21,21 @@ def imagenet_wnids() -> list[str]:
     from timm.data import ImageNetInfo
 
     return ImageNetInfo("imagenet-1k").label_names()
+
+
+def found_folder(what: str, folder: str) -> str:
+    """The folder itself where it is there, else the one of this name where data sets are.
+
+    Raises:
+        ValueError: if neither is there; the text begins with ``what``.
+    """
+    from attnswap.datamodules.shared.paths import data_root
+
+    places = [Path(folder), *([] if Path(folder).is_absolute() else [data_root() / folder])]
+    for place in places:
+        if place.is_dir():
+            return str(place)
+    raise ValueError(f"{what}: no folder {' or '.join(map(str, places))}; is $ATTNSWAP_DATA where data sets are?")
 
 
 def class_names(root: str | Path) -> list[str]:
@@ -73,7 +88,11 @@ def read_wnids(path: str | Path) -> list[str]:
 
 
 def folder_images(
-    root: str | Path, size: tuple[int, int], channels: int = 3, names: Sequence[str] | None = None
+    root: str | Path,
+    size: tuple[int, int],
+    channels: int = 3,
+    names: Sequence[str] | None = None,
+    transform: Mapping[str, Any] | None = None,
 ) -> ImageDataset:
     """The images of a folder, uint8 ``[C, H, W]``, and their labels: timm's evaluation transform, not normalized.
 
@@ -84,6 +103,7 @@ def folder_images(
         size: height and width.
         channels: 3 or 1.
         names: of the folders that count; all where None.
+        transform: arguments of `timm.data.create_transform`; its defaults where None (bilinear, the central 0.875).
 
     Raises:
         ValueError: if it is no such folder, a class has no image, or none of the images can be read.
@@ -94,7 +114,8 @@ def folder_images(
 
     names = class_names(root) if names is None else names
     files = FileImages(*class_images(Path(root), names, f"{Path(root).name}: files"))
-    images = ImageDataset(files, create_transform((3, *size), normalize=False), channels, is_random=False)
+    chosen = create_transform((3, *size), normalize=False, **(transform or {}))
+    images = ImageDataset(files, chosen, channels, is_random=False)
     if all(images[index] is None for index in range(len(images))):  # found now, not after hours of other rows
         images.warn_of_skipped()
     return images

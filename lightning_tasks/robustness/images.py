@@ -139,7 +139,7 @@ class ImageKind:
 
     def first(self, asked: RobustnessSettings, batch: Batch, room: int | None) -> Batch:
         check_batch(*batch)
-        if asked.corrupted:
+        if asked.corrupted and asked.imagenet_c is None:
             require_library(batch[0].shape)
         if any("autoattack" in (setting.name, setting.on_source) for setting in asked.attacks):
             autoattack_library()
@@ -152,9 +152,10 @@ class ImageKind:
         subject = Subject(model, images, labels, task.device, asked.batch_size, asked.num_workers, asked.seed)
         measurements = [clean_measurement(subject), *_attacks(asked, subject, task, trainer)]
         unmeasured = []
+        computed = asked.corrupted if asked.imagenet_c is None else ()
         if min(images.shape[2:]) >= SMALLEST:
-            measurements += [corruption_measurement(subject, *which) for which in asked.corrupted]
-        elif asked.corrupted:
+            measurements += [corruption_measurement(subject, *which) for which in computed]
+        elif computed:
             why = too_small(images[0])
             rank_zero_warn(f"no corruption is measured: {why}")
             unmeasured = [Row("mean corruption", "", "", "accuracy", math.nan, note=why)]

@@ -128,8 +128,10 @@ class MaskKind:
     """:class:`~lightning_tasks.SegmentationTask`: see :class:`~lightning_tasks.robustness.evaluation.Kind`."""
 
     def check(self, asked: RobustnessSettings) -> None:
-        if asked.baseline is not None:
+        if asked.baselines:
             raise ValueError("baseline is for mCE, which is of classifiers: leave it out for a SegmentationTask")
+        if asked.imagenet_c is not None:
+            raise ValueError("imagenet_c has images with classes: leave it out for a SegmentationTask")
         others = [each.kind for each in asked.attacks if each.name not in ATTACKS]
         others += [name for name in ("shifts", "ood") if getattr(asked, name)]
         if others:

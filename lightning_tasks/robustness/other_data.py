@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ from lightning_tasks.robustness.detection import (
     training_images,
 )
 from lightning_tasks.robustness.outside import Outside
+from lightning_tasks.robustness.own_evaluation import evaluation_transform
+from lightning_tasks.robustness.released_corruptions import released_measurement
 from lightning_tasks.robustness.scores import OOD_METRICS, anomaly_scores, detection_metrics
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.subject import Subject, share_right
@@ -42,17 +44,19 @@ if TYPE_CHECKING:
     from attnswap.datamodules.shared.images import ImageDataset
 
 
-def shift_measurement(subject: Subject, name: str, root: str, wnids: Sequence[str]) -> Measurement[Row]:
-    """Top-1 accuracy on a folder of images by wnid, among the classes that the folder has."""
+def shift_measurement(
+    subject: Subject, name: str, root: str, wnids: Sequence[str], transform: Mapping[str, Any]
+) -> Measurement[Row]:
+    """Top-1 accuracy on a folder of images by wnid, among its classes, resized as the model's evaluation asks."""
     classes = class_subset(root, wnids)
-    images, files = _folder(subject, root)
+    images, files = _folder(subject, root, transform)
 
     def measure(advance: Advance) -> list[Row]:
         logits, labels = subject.labeled_logits(images, advance=advance)
         note = f"among {len(classes)} classes{_left_out(images)}"
         return [Row("shift", name, "", **share_right(logits[:, classes].argmax(1) == labels), note=note)]
 
-    what = {"test": "shift", "name": name, "files": files, "classes": classes}
+    what = {"test": "shift", "name": name, "files": files, "classes": classes, "resized": dict(transform)}
     return Measurement(what, len(images) / len(subject.images), measure, [("shift", name, "", "accuracy")])
 
 
@@ -61,12 +65,13 @@ def ood_measurement(
     name: str,
     outside: Outside,
     wnids: Sequence[str] | None,
+    transform: Mapping[str, Any],
     told_by: ToldBy | None = None,
 ) -> Measurement[Row]:
     """AUROC, AUPR and FPR95 of the test images against images that belong to none of the classes.
 
     Where these are in folders by wnids of the model's classes, as in ImageNet-O, both sides are restricted to those
-    classes.
+    classes, and images are resized by ``transform``, as the model's own evaluation asks.
 
     Raises:
         ValueError: if no test image is of these classes.
@@ -75,7 +80,7 @@ def ood_measurement(
     known = wnids is not None and bool(names) and set(names) <= set(wnids)
     classes = [wnids.index(each) for each in names] if known and wnids is not None else None
     _, channels, height, width = subject.images.shape
-    images, files = outside.images(height, width, channels)
+    images, files = outside.images(height, width, channels, transform if known else None)
     chosen = torch.ones_like(subject.labels, dtype=torch.bool)
     if classes is not None:
         chosen = torch.isin(subject.labels, torch.tensor(classes))
@@ -109,6 +114,7 @@ def ood_measurement(
         ]
 
     what: dict[str, Any] = {"test": "ood", "name": name, "files": files, "classes": classes}
+    what |= {"resized": dict(transform)} if known else {}
     if told_by is not None:
         versions = library_versions([LIBRARY, "scikit-learn"])  # whose neighbors `knn` has
         what |= {"scores": told_by.scores, "fit": told_by.digest(), "versions": versions}
@@ -176,10 +182,10 @@ class ToldBy:
         return Outputs(found, torch.cat(seen))
 
 
-def _folder(subject: Subject, root: str) -> tuple[ImageDataset, str]:
+def _folder(subject: Subject, root: str, transform: Mapping[str, Any]) -> tuple[ImageDataset, str]:
     """The images of a folder in the shape of the subject's, and a digest of the files."""
     _, channels, height, width = subject.images.shape
-    images = folder_images(root, (height, width), channels)
+    images = folder_images(root, (height, width), channels, transform=transform)
     return images, files_digest(images.images, root)
 
 
@@ -188,22 +194,30 @@ def _left_out(images: ImageDataset) -> str:
 
 
 def other_data(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[Measurement[Row]]:
-    """Shifted data, and what is out of distribution."""
-    if not asked.shifts and not asked.ood:
+    """The released ImageNet-C, shifted data, and what is out of distribution."""
+    if not asked.shifts and not asked.ood and asked.imagenet_c is None:
         return []
     wnids = _wnids(asked, subject, trainer)
+    transform = evaluation_transform(subject.model, trainer.datamodule)
     measurements = []
+    if asked.imagenet_c is not None:
+        if wnids is None:
+            raise ValueError("imagenet_c needs the class names of the model, in order: give wnids=, a file of them")
+        measurements += [
+            released_measurement(subject, asked.imagenet_c, *which, wnids, transform, asked.num_images)
+            for which in asked.corrupted
+        ]
     for name, root in asked.shifts.items():
         if wnids is None:
             raise ValueError(f"{name} needs the class names of the model, in order: give wnids=, a file of them")
-        measurements.append(shift_measurement(subject, name, root, wnids))
+        measurements.append(shift_measurement(subject, name, root, wnids, transform))
     told_by = None
     if asked.ood and asked.ood_scores is not None:
         ood_library()
         fits = any(score in FITTED for score in asked.ood_scores)
         training = training_images(trainer.datamodule, asked.ood_fit_images) if fits else None
         told_by = ToldBy(subject, asked.ood_scores, training)
-    return measurements + [ood_measurement(subject, *item, wnids, told_by) for item in asked.ood.items()]
+    return measurements + [ood_measurement(subject, *item, wnids, transform, told_by) for item in asked.ood.items()]
 
 
 def _wnids(asked: RobustnessSettings, subject: Subject, trainer: Any) -> list[str] | None:

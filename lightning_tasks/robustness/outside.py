@@ -5,10 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_tasks.robustness.class_folders import class_names, files_digest, folder_images, imagenet_wnids
+from lightning_tasks.robustness.class_folders import (
+    class_names,
+    files_digest,
+    folder_images,
+    found_folder,
+    imagenet_wnids,
+)
 
 if TYPE_CHECKING:
     from attnswap.datamodules.shared.images import ImageDataset
@@ -78,7 +83,11 @@ class Outside:
             return cls(data=fields["data"])
         if fields.get("without", "") not in ("", *OVERLAPS):
             raise ValueError(f"ood {name!r} is without {fields['without']!r}: known is {', '.join(OVERLAPS)}")
-        found = cls(_found(name, str(fields["folder"])), tuple(fields.get("classes", ())), fields.get("without", ""))
+        found = cls(
+            found_folder(f"ood {name!r}", str(fields["folder"])),
+            tuple(fields.get("classes", ())),
+            fields.get("without", ""),
+        )
         found.names()
         return found
 
@@ -97,15 +106,19 @@ class Outside:
             raise ValueError(f"{self.folder} has no class that is outside of {self.without}")
         return left
 
-    def images(self, height: int, width: int, channels: int) -> tuple[ImageDataset, str]:
+    def images(
+        self, height: int, width: int, channels: int, transform: Mapping[str, Any] | None = None
+    ) -> tuple[ImageDataset, str]:
         """The images, uint8 ``[C, H, W]`` by the transform of an evaluation, and a digest of their contents.
+
+        Those of a folder by ``transform`` (see :func:`.folder_images`); those of a data set by its own.
 
         Raises:
             ValueError: if a class has no image, none can be read, or a data set is asked for with H other than W.
             FileNotFoundError: if a data set is not there.
         """
         if not self.data:
-            images = folder_images(self.folder, (height, width), channels, self.names())
+            images = folder_images(self.folder, (height, width), channels, self.names(), transform)
             return images, files_digest(images.images, self.folder)
         from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule
 
@@ -118,18 +131,3 @@ class Outside:
         for place in range(len(images.images)):
             digest.update(images.images.read(place).tobytes())
         return images, digest.hexdigest()
-
-
-def _found(name: str, folder: str) -> str:
-    """The folder itself where it is there, else the one of this name where data sets are.
-
-    Raises:
-        ValueError: if neither is there.
-    """
-    from attnswap.datamodules.shared.paths import data_root
-
-    places = [Path(folder), *([] if Path(folder).is_absolute() else [data_root() / folder])]
-    for place in places:
-        if place.is_dir():
-            return str(place)
-    raise ValueError(f"ood {name!r}: no folder {' or '.join(map(str, places))}; is $ATTNSWAP_DATA where data sets are?")

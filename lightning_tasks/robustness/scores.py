@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +17,48 @@ from torchmetrics.functional.classification import (
 )
 
 from attention_modules.precision import to_float64
-from lightning_tasks.robustness.corruptions import CORRUPTIONS
+from lightning_tasks.robustness.corruptions import CORRUPTIONS, SEVERITIES
 from lightning_tasks.runs.robustness import GIVES_NAN, TABLE, Row, read_csv
 
 Errors = Mapping[tuple[str, int], float]
 """Error rate in [0, 1] by (corruption, severity)."""
 OOD_METRICS = ("auroc", "aupr", "fpr95")
+ALEXNET = "alexnet"
+"""The baseline that is published, not measured."""
+_ALEXNET_CLEAN = 0.435  # Hendrycks and Dietterich, ICLR 2019, table 1
+# Means over the five severities of ImageNet-C, in the order of CORRUPTIONS: those that the authors' repository and the
+# code released with RPC-Attention divide by.
+_ALEXNET_ERRORS = (
+    *(0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816),
+    *(0.826572, 0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500),
+)
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What mCE is relative to.
+
+    Args:
+        of: what notes call it.
+        setting: that of its rows in the table.
+        clean: error rate on clean images.
+        errors: under corruptions.
+        samples: numbers of images that it was measured on.
+        whole: whether its errors are known as means over all severities alone.
+    """
+
+    of: str
+    setting: str
+    clean: float
+    errors: Errors
+    samples: frozenset[int] = frozenset()
+    whole: bool = False
+
+    def comparable(self, errors: Errors) -> Errors:
+        """Those of a model's errors that can be set against it: where ``whole``, of corruptions at all severities."""
+        if not self.whole:
+            return errors
+        return {key: value for key, value in errors.items() if all((key[0], each) in errors for each in SEVERITIES)}
 
 
 def mean_corruption_error(errors: Errors, baseline: Errors) -> float:
@@ -74,52 +111,71 @@ def _mean_ratio(errors: Errors, baseline: Errors, clean: float, baseline_clean: 
     return sum(ratios) / len(ratios)
 
 
-def read_baseline(path: Path, corrupted: Sequence[tuple[str, int]]) -> list[Row]:
-    """The rows of a baseline's table.
+def read_baseline(given: str, corrupted: Sequence[tuple[str, int]]) -> Baseline:
+    """The baseline that is named: ``"alexnet"``, or the table of a run.
 
     Raises:
+        ValueError: AlexNet, and a corruption is measured at some severities only, or none of the fifteen is.
         ValueError: if there is none, it lacks a corruption or severity, has nan, or no error at all under a corruption.
     """
+    if given == ALEXNET:
+        errors = {
+            (name, severity): error
+            for name, error in zip(CORRUPTIONS, _ALEXNET_ERRORS, strict=True)
+            for severity in SEVERITIES
+        }
+        alexnet = Baseline("AlexNet's published errors", ALEXNET, _ALEXNET_CLEAN, errors, whole=True)
+        asked = {key: 0.0 for key in corrupted if key[0] in CORRUPTIONS}
+        if not asked or len(alexnet.comparable(asked)) < len(asked):
+            raise ValueError(
+                f"baseline {ALEXNET}: its published errors are means over severities 1 to 5 of the fifteen "
+                f"corruptions; severities are {sorted({severity for _, severity in corrupted})}: give "
+                "severities=[1, 2, 3, 4, 5] and corruptions='common'"
+            )
+        return alexnet
+    path = Path(given)
     file = path / TABLE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"baseline {path}: no such file; give the {TABLE} of a run, or its folder")
     rows = read_csv(file)
     if nan := [row.label for row in rows if row.test in ("clean", "corruption") and math.isnan(row.value)]:
         raise ValueError(f"baseline {path}: {nan[0]} is nan, and so would be each ratio to it; give another run's")
-    mean_corruption_error(dict.fromkeys(corrupted, 0.0), corruption_errors(rows)[1])
-    return rows
+    clean, measured = corruption_errors(rows)
+    mean_corruption_error(dict.fromkeys(corrupted, 0.0), measured)
+    samples = frozenset(row.samples for row in rows if row.test == "corruption")
+    return Baseline(given, "", clean, measured, samples)
 
 
-def with_means(rows: Sequence[Row], baseline: Sequence[Row] | None, note: str) -> list[Row]:
-    """The rows, the mean over corruptions among them, and the errors relative to the baseline."""
+def with_means(rows: Sequence[Row], baselines: Sequence[Baseline] = ()) -> list[Row]:
+    """The rows, the mean over corruptions among them, and the errors relative to the baselines."""
     means = _mean_row(rows)
-    if means and baseline is not None:
+    if means and baselines:
         clean, errors = corruption_errors(rows)
-        means = _with_errors(means, errors, clean, baseline, note)
+        means += [row for each in baselines for row in _relative_errors(means[0], errors, clean, each)]
     last = max((place for place, row in enumerate(rows) if row.test == "corruption"), default=-1)
     return [*rows[: last + 1], *means, *rows[last + 1 :]]
 
 
-def _with_errors(
-    means: list[Row], errors: Mapping[tuple[str, int], float], clean: float, baseline: Sequence[Row], note: str
-) -> list[Row]:
-    """The rows, and mCE and relative mCE; their note says where the baseline has another number of images."""
-    base_clean, base = corruption_errors(baseline)
-    samples = means[0].samples
-    others = {row.samples for row in baseline if row.test == "corruption"} - {samples}
-    note += f", measured on {max(others):,} images" if others else ""
-    result = list(means)
+def _relative_errors(mean: Row, errors: Errors, clean: float, baseline: Baseline) -> list[Row]:
+    """mCE and relative mCE; their note says where the baseline has another number of images."""
+    others = baseline.samples - {mean.samples}
+    note = f"against {baseline.of}" + (f", measured on {max(others):,} images" if others else "")
+    errors = baseline.comparable(errors)
+    result = []
     for metric, compute in (
-        ("mCE", partial(mean_corruption_error, errors, base)),
-        ("relative mCE", partial(relative_mean_corruption_error, errors, clean, base, base_clean)),
+        ("mCE", partial(mean_corruption_error, errors, baseline.errors)),
+        (
+            "relative mCE",
+            partial(relative_mean_corruption_error, errors, clean, baseline.errors, baseline.clean),
+        ),
     ):
         try:
             value, said = compute(), note
-        except ValueError as error:  # a corruption that does the baseline no harm, at the severities measured so far
+        except ValueError as error:  # no severity that harms the baseline, or not all of them, is measured so far
             value, said = math.nan, str(error)
-        if math.isnan(means[0].value):
+        if math.isnan(mean.value):
             value, said = math.nan, GIVES_NAN
-        result.append(Row("mean corruption", "", "", metric, value, samples, note=said))
+        result.append(Row("mean corruption", "", baseline.setting, metric, value, mean.samples, note=said))
     return result
 
 

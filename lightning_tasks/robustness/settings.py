@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.robustness.attacks.table import AttackSetting, read_attacks, read_eps
-from lightning_tasks.robustness.class_folders import class_names
+from lightning_tasks.robustness.class_folders import class_names, found_folder
 from lightning_tasks.robustness.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS, SEVERITIES, check_corruption
 from lightning_tasks.robustness.detection import check_scores
 from lightning_tasks.robustness.outside import Outside
-from lightning_tasks.robustness.scores import read_baseline
+from lightning_tasks.robustness.released_corruptions import released_folder
+from lightning_tasks.robustness.scores import ALEXNET, Baseline, read_baseline
 from lightning_tasks.runs.metric_names import robustness_name
-from lightning_tasks.runs.robustness import Row
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,15 @@ class RobustnessSettings:
 
     Args:
         corrupted: each corruption with each severity.
-        baseline: the rows of the baseline's table.
+        baselines: what mCE is relative to.
     """
 
     num_images: int | None
     attacks: Sequence[AttackSetting]
     eps: Sequence[tuple[str, float]]
     corrupted: Sequence[tuple[str, int]]
-    baseline: Sequence[Row] | None
+    baselines: Sequence[Baseline]
+    imagenet_c: str | None
     shifts: dict[str, str]
     ood: dict[str, Outside]
     ood_scores: Sequence[str] | None
@@ -52,7 +53,8 @@ def read_settings(
     eps: Sequence[str | float] | None,
     corruptions: Sequence[str] | Literal["common", "all"],
     severities: Sequence[int] | None,
-    baseline: str | None,
+    baseline: str | Sequence[str] | None,
+    imagenet_c: str | None,
     shifts: dict[str, str] | None,
     ood: dict[str, Any] | None,
     ood_scores: Sequence[str] | None,
@@ -101,8 +103,16 @@ def read_settings(
     for names in ([setting.label for setting in chosen], ["clean", "mean corruption", *(shifts or {})]):
         if twice := _twice([robustness_name(name) for name in names]):  # the later would be logged over the first
             raise ValueError(f"two rows would be logged as {twice[0]!r}: give the attack or the shift another name")
-    rows = None if baseline is None else read_baseline(Path(baseline), corrupted)
-    for root in (shifts or {}).values():
+    named = [baseline] if isinstance(baseline, str) else list(baseline or ())
+    if len({each == ALEXNET for each in named}) < len(named):
+        raise ValueError(f"baseline is {named}: give at most one run's table, and {ALEXNET!r}")
+    baselines = [read_baseline(each, corrupted) for each in named]
+    if imagenet_c is not None:
+        imagenet_c = found_folder("imagenet_c", imagenet_c)
+        for each in corrupted:
+            released_folder(imagenet_c, *each)
+    shifted = {name: found_folder(f"shifts {name!r}", root) for name, root in (shifts or {}).items()}
+    for root in shifted.values():
         class_names(root)
     outside = {name: Outside.read(name, given) for name, given in (ood or {}).items()}
     if ood_scores is not None:
@@ -121,8 +131,9 @@ def read_settings(
         attacks=chosen,
         eps=radii,
         corrupted=corrupted,
-        baseline=rows,
-        shifts=dict(shifts or {}),
+        baselines=baselines,
+        imagenet_c=imagenet_c,
+        shifts=shifted,
         ood=outside,
         ood_scores=None if ood_scores is None else tuple(ood_scores),
         ood_fit_images=ood_fit_images,

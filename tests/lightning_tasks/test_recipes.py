@@ -327,6 +327,7 @@ OF_NUMBERS = (  # two variants tell
     *("locater/compare_small_vocabulary", "locater/compare_weight_decay", "rpc/compare_classification_exploratory"),
     *("rpc/compare_lam", "rpc/compare_sparse_part"),
 )
+OF_SIZE = ("rpc/compare_imagenet",)  # three tell: the others are of numbers
 SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
 
 
@@ -354,9 +355,10 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
         if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test
             attacks = [metric for metric in content["metrics"] if "_255/" in metric]
             assert {*attacks} <= attack_metrics(**callback["init_args"])
-            callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": []}
-    if name in OF_NUMBERS:
-        content["variants"] = dict(list(content["variants"].items())[:2])
+            kept = ["fog"] if "imagenet_c" in callback["init_args"] else []
+            callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": kept}
+    if name in (*OF_NUMBERS, *OF_SIZE):
+        content["variants"] = dict(list(content["variants"].items())[: 3 if name in OF_SIZE else 2])
         content.pop("references", None)
     if name in SEARCHED:
         first, *others = content["variants"]
