@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ def attack_measurement(
         options = dict(setting.options)
         twin = subject.model if source is None else source()
         if setting.on_source is not None:
-            attack = AttackSetting.read({"name": setting.on_source, **options}).attack.function
-            options |= {"source": twin, "attack": attack}
+            options |= {"source": twin, "attack": ATTACKS[setting.on_source].function}
         right, note, by_gradient = [], "", ATTACKS[setting.on_source or setting.name].white_box
         for first, images, labels in subject.batches():
             if setting.seeded:
@@ -116,6 +116,35 @@ def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[
     names = [setting.label, *(f"{setting.label} after {name}" for name in setting.options["attacks"])]
     lines = [("attack", name, text, "accuracy") for name in names]
     return Measurement({**what, "versions": library_versions([LIBRARY])}, setting.passes, measure, lines)
+
+
+def smallest_measurement(subject: Subject, setting: AttackSetting) -> Measurement[Row]:
+    """Accuracy at each eps under an attack that finds the smallest change, and the median of its L2 norm."""
+
+    def measure(advance: Advance) -> list[Row]:
+        options, lengths = dict(setting.options), []
+        for first, images, labels in subject.batches():
+            drawn = {"seed": subject.seed + first} if setting.seeded else {}
+            attacked = setting.attack.function(subject.model, images, labels, **options, **drawn)
+            with held_still(subject.model, gradients=False):
+                stands = logits_of(subject.model, attacked).argmax(1) == labels
+            length = (attacked - images).flatten(1).norm(dim=1)
+            lengths.append(torch.where(stands, math.inf, length).cpu())
+            advance(len(images) / len(subject.images))
+        norms, note = (math.nan, math.nan), ""
+        if setting.attack.white_box:
+            norms, note = subject.gradient_norms(own=False), surrogate_note(subject.model)
+            note = note or (NO_GRADIENT if norms[0] == 0 else "")
+        needed = torch.cat(lengths)
+        median = needed.sort().values[(len(needed) - 1) // 2].item()
+        rows = [Row("attack", setting.label, text, **share_right(needed > eps)) for text, eps in setting.eps]
+        rows.append(Row("attack", setting.label, "", "median_l2", median, len(needed)))
+        return [replace(row, gradient_l1=norms[0], gradient_l2=norms[1], note=note) for row in rows]
+
+    what = {"test": "attack", "name": setting.label, "radii": setting.eps, "kind": setting.kind}
+    lines = [("attack", setting.label, text, "accuracy") for text, _ in setting.eps]
+    lines.append(("attack", setting.label, "", "median_l2"))
+    return Measurement({**what, "options": setting.options}, setting.passes, measure, lines)
 
 
 def corruption_measurement(subject: Subject, name: str, severity: int) -> Measurement[Row]:
@@ -173,7 +202,10 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
     measurements = [gradient_measurement(subject, own) for own in sorted(white_box)]
     for setting in asked.attacks:
         if setting.name == "autoattack":
-            measurements += [autoattack_measurement(subject, setting, eps) for eps in asked.eps]
+            measurements += [autoattack_measurement(subject, setting, eps) for eps in setting.eps or asked.eps]
+            continue
+        if setting.attack.smallest:
+            measurements.append(smallest_measurement(subject, setting))
             continue
         source, digest = None, ""
         if setting.source is None:
@@ -182,7 +214,8 @@ def _attacks(asked: RobustnessSettings, subject: Subject, task: Any, trainer: An
         else:
             digest = hashlib.sha256(Path(setting.source).read_bytes()).hexdigest()
             source = cache(lambda path=setting.source: _twin(path, task, trainer))
-        measurements += [attack_measurement(subject, setting, eps, source, digest) for eps in asked.eps]
+        radii = setting.eps or asked.eps
+        measurements += [attack_measurement(subject, setting, eps, source, digest) for eps in radii]
     return measurements
 
 

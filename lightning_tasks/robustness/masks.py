@@ -157,7 +157,7 @@ class MaskKind:
         measurements = [clean_mask_measurement(subject)]
         for setting in asked.attacks:
             if setting.name in ATTACKS:
-                measurements += [attacked_mask_measurement(subject, setting, eps) for eps in asked.eps]
+                measurements += [attacked_mask_measurement(subject, setting, eps) for eps in setting.eps or asked.eps]
         small = [image for image in images if min(image.shape[1:]) < SMALLEST]
         if not small:
             measurements += [corrupted_mask_measurement(subject, *which) for which in asked.corrupted]

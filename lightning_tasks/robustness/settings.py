@@ -84,7 +84,7 @@ def read_settings(
             raise ValueError(f"{name} must be a list, got {given!r}: give [{given!r}]")
     chosen = read_attacks(["fgsm", "pgd"] if attacks is None else list(attacks))
     radii = [read_eps(each) for each in (["1/255", "4/255"] if eps is None else eps)]
-    if chosen and not radii:
+    if any(not each.eps for each in chosen) and not radii:
         raise ValueError("eps is empty, and attacks need a radius: give eps=['4/255'], say, or attacks=[] for none")
     known = corruptions in ("common", "all") if isinstance(corruptions, str) else _are_names(corruptions)
     if not known:

@@ -50,7 +50,7 @@ class Row:
         name: the attack, corruption or folder.
         setting: eps, severity or share, as text.
         metric: "accuracy", "mIoU", "perplexity", "auroc", "l1" (of the input gradient, in nats per unit of the image),
-            ...
+            "median_l2" (of the smallest change that makes an image wrong; inf where most stand), ...
         value: the figure; nan where it could not be measured, or the model gives nan: `note` says which.
         samples: images or tokens it was measured on.
         gradient_l1, gradient_l2: mean norm of the clean images' input gradient, beside white-box figures.
@@ -141,7 +141,7 @@ def figure(row: Row) -> str:
     """The value as the table shows it: shares as percentages."""
     if math.isnan(row.value):
         return "NaN" if row.is_measured else "not measured"
-    if row.test == "input gradient":
+    if row.test == "input gradient" or row.metric == "median_l2":
         return f"{row.value:.3g}"
     return f"{row.value:.2f}" if "perplexity" in row.metric else f"{100 * row.value:.1f}%"
 

@@ -24,27 +24,32 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Attack:
-    """A function of this package, whether it uses the model's gradient, and its cost in forward passes by options."""
+    """A function of this package.
+
+    Args:
+        function: it.
+        white_box: whether it uses the model's gradient.
+        passes: its cost in forward passes, from its options.
+        norm: that of eps, "Linf", "L2" or "L1".
+        smallest: whether it finds the smallest change, so that one run tells of every eps.
+    """
 
     function: Callable[..., Tensor]
     white_box: bool
     passes: Callable[[Mapping[str, Any]], float]
+    norm: str = "Linf"
+    smallest: bool = False
 
 
 ATTACKS: dict[str, Attack] = {}
 Function = TypeVar("Function", bound=Callable[..., Tensor])
 
 
-def register_attack(*, white_box: bool, passes: Callable[[Mapping[str, Any]], float]) -> Callable[[Function], Function]:
-    """Make an attack known by the name of its function to configuration files.
-
-    Args:
-        white_box: whether it uses the model's gradient.
-        passes: its cost in forward passes, from its options.
-    """
+def register_attack(**known: Any) -> Callable[[Function], Function]:
+    """Make an attack known by the name of its function to configuration files; ``known`` are fields of `Attack`."""
 
     def register(function: Function) -> Function:
-        ATTACKS[function.__name__] = Attack(function, white_box, passes)
+        ATTACKS[function.__name__] = Attack(function, **known)
         return function
 
     return register
@@ -69,6 +74,25 @@ def check_eps(eps: Any) -> float:
     if not is_share(eps):
         raise ValueError(f"eps is {eps!r}: it must be a number in [0, 1], as the images are; for 8 of 255 give 8/255")
     return float(eps)
+
+
+def check_radius(eps: Any, finite: bool = False) -> float:
+    """The radius of a ball in the L1 or L2 norm as a float.
+
+    Raises:
+        ValueError: if it is no number above 0, or infinite where ``finite``.
+    """
+    value = as_float(eps)
+    if not value > 0 or (finite and value == math.inf):
+        limit = "finite" if finite else "inf for no limit"
+        raise ValueError(f"eps is {eps!r}: it must be a number above 0 ({limit}), the norm of the change of an image")
+    return value
+
+
+def within(images: Tensor, points: Tensor, eps: float) -> Tensor:
+    """The points ``[B, C, H, W]``, and in the place of those more than ``eps`` in L2 away the images."""
+    near = (points - images).flatten(1).norm(dim=1) <= eps
+    return torch.where(near.view(-1, 1, 1, 1), points, images)
 
 
 def check_batch(images: Tensor, labels: Tensor, masks: bool = False) -> None:
@@ -217,9 +241,18 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
             f"{_name(model)} holds tensors made in inference mode (weights, buffers, or what it remembers from "
             "an earlier pass), through which no gradient goes: build and run it with Trainer(inference_mode=False)"
         ) from error
-    gradient = None
-    if losses.requires_grad:
-        gradient = _gradient(losses.sum(), points, half=logits.dtype == torch.float16)
+    gradient = finite_gradient(model, losses.sum(), points, half=logits.dtype == torch.float16)
+    return losses.detach(), gradient
+
+
+def finite_gradient(model: Model, loss: Tensor, points: Tensor, half: bool) -> Tensor:
+    """The gradient of a batch's loss for its points; ``half``: logits are float16.
+
+    Raises:
+        NonFiniteLogitsError: if it is not finite.
+        ValueError: if there is none.
+    """
+    gradient = _gradient(loss, points, half) if loss.requires_grad else None
     if gradient is None:
         raise ValueError(
             f"{_name(model)} gives no gradient for its images: its output is detached, or computed under "
@@ -229,7 +262,7 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
         raise NonFiniteLogitsError(
             f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf"
         )
-    return losses.detach(), gradient
+    return gradient
 
 
 _FACTORS = (2.0**14, 2.0**8)
@@ -262,7 +295,13 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "restarts": (lambda value: _whole(value, 1), "an integer of at least 1"),
     "queries": (lambda value: _whole(value, 1), "an integer of at least 1"),
     "samples": (lambda value: _whole(value, 2) and value % 2 == 0, "an even integer of at least 2"),
-    "step_size": (lambda value: value is None or _positive(value), "a positive number, or None for 2.5 eps / steps"),
+    "step_size": (lambda value: value is None or _positive(value), "a positive number, or None for the attack's own"),
+    "initial_samples": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "most_samples": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "searches": (lambda value: _whole(value, 1), "an integer of at least 1"),
+    "confidence": (lambda value: value == 0 or _positive(value), "a number of at least 0"),
+    "initial_constant": (_positive, "a positive number"),
+    "sparsity": (lambda value: 0 < as_float(value) < 100, "a percentage above 0 and below 100"),
     "delta": (_positive, "a positive number"),
     "learning_rate": (_positive, "a positive number"),
     "initial_share": (lambda value: _positive(value) and value <= 1, "a number above 0 and at most 1"),

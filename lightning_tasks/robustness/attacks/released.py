@@ -48,7 +48,9 @@ def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, s
         ValueError: if ``eps``, ``std`` or the images are out of range, or the model gives no gradient.
         TypeError: for other dtypes.
     """
-    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+    eps = check_eps(eps)
+    with convention(model, images, labels, std) as (clean, own, scale):
+        radius = eps * scale
         _, gradient = losses_and_gradient(model, clean, own)
         return clean + radius * gradient.sign()
 
@@ -74,7 +76,9 @@ def released_pgd(
         seed: of the random start.
     """
     check_options(random_start=random_start)
-    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+    eps = check_eps(eps)
+    with convention(model, images, labels, std) as (clean, own, scale):
+        radius = eps * scale
         ball = LinfBall.around(clean, radius, clip=False)
         last = start = ball.random(torch.Generator().manual_seed(seed)) if random_start else clean
         for last, _ in ascent(model, start, own, ball, STEP_SHARE * radius, STEPS):  # noqa: B007
@@ -103,18 +107,19 @@ def released_spsa(
 
     Arguments and errors: see :func:`released_fgsm` and :func:`~lightning_tasks.robustness.spsa`.
     """
-    with _convention(model, images, labels, eps, std) as (clean, own, radius):
+    eps = check_eps(eps)
+    with convention(model, images, labels, std) as (clean, own, scale):
+        radius = eps * scale
         return estimated_ascent(
             model, clean, own, radius, False, steps=steps, samples=samples, delta=delta, rate=learning_rate, seed=seed
         )
 
 
 @contextmanager
-def _convention(
-    model: Model, images: Tensor, labels: Tensor, eps: float, std: Sequence[float]
+def convention(
+    model: Model, images: Tensor, labels: Tensor, std: Sequence[float]
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Images, the model's own predictions, and the radius in pixels a channel, ``[C, 1, 1]``; the model held still."""
-    eps = check_eps(eps)
+    """Images, the model's own predictions, and ``std`` a channel, ``[C, 1, 1]``; the model held still."""
     check_batch(images, labels)
     check_options(std=std)
     if len(std) != images.shape[1]:
@@ -123,4 +128,4 @@ def _convention(
         images, _ = detached(images, labels)
         with torch.no_grad():
             own = logits_of(model, images).argmax(1)
-        yield images, own, eps * torch.tensor(list(std), dtype=images.dtype, device=images.device).view(-1, 1, 1)
+        yield images, own, torch.tensor(list(std), dtype=images.dtype, device=images.device).view(-1, 1, 1)

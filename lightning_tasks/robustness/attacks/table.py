@@ -14,8 +14,9 @@ from typing import Any
 
 from attention_modules.mechanism import nearest
 from attention_modules.mechanisms.shared.options import as_float
-from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options
+from lightning_tasks.robustness.attacks.common import ATTACKS, Attack, check_eps, check_options, check_radius
 
+_EXAMPLES = {"Linf": "4/255", "L2": "0.5, 1", "L1": "10"}
 _NO_OPTIONS = ("model", "images", "labels", "eps", "seed", "source", "attack", "options")
 
 
@@ -30,6 +31,7 @@ class AttackSetting:
         on_source: for transfer, the name of the attack on the twin.
         called: what the table calls it; by its own name where None.
         mechanism: for transfer, options that mechanisms of the attacked twin have other values of.
+        eps: radii of its own, as text and number; those of the evaluation where empty.
     """
 
     name: str
@@ -38,17 +40,20 @@ class AttackSetting:
     on_source: str | None = None
     called: str | None = None
     mechanism: Mapping[str, Any] = field(default_factory=dict)
+    eps: Sequence[tuple[str, float]] = ()
 
     @classmethod
     def read(cls, given: str | Mapping[str, Any]) -> AttackSetting:
         """From a name, or ``{"name": ..., option: value}``, with ``label`` for the table where that is to differ.
+
+        ``eps`` is a list of radii of its own, which an attack in the L1 or L2 norm needs.
 
         Transfer also has ``source``, ``attack`` and ``mechanism``. Without a source it attacks the model itself, whose
         mechanisms have the other options meanwhile: an adaptive attack, with fewer passes of RPC-Attention say.
 
         Raises:
             ValueError: for an unknown attack (the nearest is named), an unknown or missing option, one out of its
-                limits, or transfer without a source.
+                limits, transfer without a source, or an attack in another norm than L-inf without radii.
         """
         rest = {"name": given} if isinstance(given, str) else dict(given)
         if "name" not in rest:
@@ -56,7 +61,8 @@ class AttackSetting:
         name = _known(str(rest.pop("name", "")), ATTACKS, "attack")
         called = rest.pop("label", None)
         if name != "transfer":
-            return cls(name, _options(name, rest), called=called)
+            radii = _radii(name, rest.pop("eps", None))
+            return cls(name, _options(name, rest), called=called, eps=radii)
         source, on_source = rest.pop("source", None), str(rest.pop("attack", "pgd"))
         mechanism: Any = rest.pop("mechanism", {})
         if not isinstance(mechanism, Mapping) or not all(isinstance(key, str) for key in mechanism):
@@ -67,7 +73,8 @@ class AttackSetting:
                 "options of the model's own mechanisms"
             )
         _known(on_source, {key: value for key, value in ATTACKS.items() if key != "transfer"}, "attack on the source")
-        return cls(name, _options(on_source, rest), source, on_source, called, dict(mechanism))
+        radii = _radii(on_source, rest.pop("eps", None))
+        return cls(name, _options(on_source, rest), source, on_source, called, dict(mechanism), radii)
 
     @property
     def attack(self) -> Attack:
@@ -142,18 +149,33 @@ def _known(name: str, known: Mapping[str, Any], what: str) -> str:
     return name
 
 
-def read_eps(given: str | float) -> tuple[str, float]:
+def _radii(name: str, given: Any) -> list[tuple[str, float]]:
+    norm = ATTACKS[name].norm
+    if given is None and norm == "Linf":
+        return []
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(
+            f"the attack {name!r} has eps={given!r}: give a list of radii in the {norm} norm of its own, "
+            f"{{name: {name}, eps: [{_EXAMPLES[norm]}]}}"
+        )
+    try:
+        return [read_eps(each, norm) for each in given]
+    except ValueError as error:
+        raise ValueError(f"the attack {name!r}: {error}") from None
+
+
+def read_eps(given: str | float, norm: str = "Linf") -> tuple[str, float]:
     """How the table writes a radius, and the radius: ``"4/255"``, ``0.0157``.
 
     Raises:
-        ValueError: if it is no number or fraction, or not in [0, 1].
+        ValueError: if it is no number or fraction, not in [0, 1] for L-inf, or not above 0 and finite for other norms.
     """
     try:
         value = as_float(_fraction(given)) if isinstance(given, str) else given
     except (ValueError, ZeroDivisionError):
         value = math.nan
     try:
-        check_eps(value)
+        check_eps(value) if norm == "Linf" else check_radius(value, finite=True)
     except ValueError as error:
         raise ValueError(str(error).replace(f"eps is {value!r}", f"eps is {given!r}")) from None
     return (given.replace(" ", "") if isinstance(given, str) else f"{float(value):g}"), float(value)

@@ -20,7 +20,7 @@ from tests.rows import each_row
     [
         ({"attacks": ["pgdd"]}, "unknown attack 'pgdd'; did you mean 'pgd'"),
         ({"attacks": [{"name": "pgd", "step": 3}]}, "unknown option of pgd 'step'; did you mean 'steps'"),
-        ({"attacks": [{"name": "fgsm", "eps": 3}]}, "unknown option of fgsm 'eps'"),
+        ({"attacks": [{"name": "fgsm", "eps": 3}]}, "'fgsm' has eps=3: give a list of radii in the Linf norm"),
         ({"attacks": ["transfer"]}, "needs source: the checkpoint of a twin"),
         ({"attacks": [{"name": "transfer", "source": "nowhere.ckpt"}]}, "'nowhere.ckpt': no such file"),
         ({"attacks": ["released_pgd"]}, "needs std"),
