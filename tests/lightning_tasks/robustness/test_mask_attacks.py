@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from lightning_tasks.callbacks import RobustnessEvaluation
 from lightning_tasks.robustness import fgsm, pgd, spsa, square
 from lightning_tasks.robustness.attacks.common import IGNORED
+from lightning_tasks.robustness.masks import MaskKind
 
 EPS = 8 / 255
 WHITE_BOX = {"fgsm": fgsm, "pgd": lambda *given, **options: pgd(*given, steps=5, restarts=2, **options)}
@@ -80,3 +82,12 @@ def test_what_has_no_masks_says_so():
         fgsm(model, images, masks[:, 0], eps=EPS)
     with pytest.raises(ValueError, match="labels are in 0 to 7: the model has classes 0 to 1"):
         fgsm(model, images, masks.masked_fill(masks == 1, 7), eps=EPS)
+
+
+def test_what_is_of_images_with_classes_is_refused(tmp_path):
+    for severity in range(1, 6):
+        (tmp_path / "fog" / str(severity)).mkdir(parents=True)
+    for given in ({"baseline": "alexnet"}, {"imagenet_c": str(tmp_path), "corruptions": ["fog"]}):
+        (name,) = given.keys() - {"corruptions"}
+        with pytest.raises(ValueError, match=f"{name} .*leave it out for a SegmentationTask"):
+            MaskKind().check(RobustnessEvaluation(attacks=[], **given).settings)
