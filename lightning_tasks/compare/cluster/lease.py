@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -41,12 +42,19 @@ class Owner:
         process: its number there.
         since: when it took the lease, in UTC by its clock.
         token: of this lease alone.
+        space: among which processes its number counts: two containers may have one name.
     """
 
     host: str = "an unknown machine"
     process: int = 0
     since: str = ""
     token: str = ""
+    space: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, beside this process."""
+        return (self.host, self.space) == (socket.gethostname(), _space())
 
     def __str__(self) -> str:
         return f"{self.host}, process {self.process}, since {self.since or 'an unknown time'}"
@@ -70,27 +78,27 @@ class Lease:
         Raises:
             LostError: somebody has.
         """
-        if owner_of(self._path) != self._owner:
-            time.sleep(1.0)  # somebody may be putting it back
-            if (now := owner_of(self._path)) != self._owner:
-                raise LostError(
-                    f"{self._path} was taken over{f' by {now}' if now else ''}: for more than {PATIENCE:.0f} s this "
-                    "process gave no sign of life; what it did is left out"
-                )
+        if (now := owner_of(self._path)) != self._owner:
+            raise LostError(
+                f"{self._path} was taken over{f' by {now}' if now else ''}: for more than {PATIENCE:.0f} s this "
+                "process gave no sign of life; what it did is left out"
+            )
 
     def keep(self) -> None:
         """Give signs of life until :meth:`release`."""
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
-                if owner_of(self._path) == self._owner:
-                    os.utime(self._path)
+                if _read(last := _chain(self._path)[-1]) == self._owner:
+                    os.utime(last)
 
     def release(self) -> None:
         """Let go of it."""
         self._ended.set()
         with contextlib.suppress(OSError):
-            if owner_of(self._path) == self._owner:
-                self._path.unlink()
+            chain = _chain(self._path)
+            if _read(chain[-1]) == self._owner:
+                for each in chain:  # the first one first: whoever follows it by then finds another one, or none
+                    each.unlink()
 
 
 def run_held(cell: Cell, planned: Sources | None = None) -> None:
@@ -112,23 +120,22 @@ def held(path: Path, what: str) -> Iterator[Lease]:
 
     Its age is measured by the clock of the file system, whatever those of the machines say, and no lock is needed, so
     that it works on shared folders too. One without a sign of life for two minutes is taken over, and at once one of a
-    process that ended on this machine.
+    process that ended on this machine. Who takes it over writes a file beside it, whose name is a digest of the last
+    owner's: a file system makes one of that name, so that of several processes one succeeds.
 
     Raises:
         HeldError: another process holds it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    owner = Owner(socket.gethostname(), os.getpid(), now, uuid4().hex)
+    owner = Owner(socket.gethostname(), os.getpid(), now, uuid4().hex, _space())
     began = time.monotonic()
-    while not _made(path, owner):
-        found, seen = owner_of(path), _state(path)
-        if is_free(path):
-            _take_away(path, seen, owner)
-        elif found is not None and found.host == owner.host and time.monotonic() - began < ENDING:
-            time.sleep(0.1)
-        else:
+    while not _took(path, owner):
+        found = owner_of(path)
+        changes = is_free(path) or (found is not None and found.is_here)
+        if not changes or time.monotonic() - began > ENDING:
             raise HeldError(f"{what} is run by {found or Owner()}")
+        time.sleep(0.1)
     lease = Lease(path, owner)
     threading.Thread(target=lease.keep, daemon=True).start()
     try:
@@ -139,25 +146,72 @@ def held(path: Path, what: str) -> Iterator[Lease]:
 
 def owner_of(path: Path) -> Owner | None:
     """Who holds the lease of this file; None where nobody does, or it cannot be read."""
+    return _read(_chain(path)[-1])
+
+
+def is_free(path: Path) -> bool:
+    """Whether there is no lease, or one whose owner ended on this machine, or gave no sign of life for long."""
+    return _is_over(_chain(path)[-1])
+
+
+def _took(path: Path, owner: Owner) -> bool:
+    """Whether this process has the lease now."""
+    last = _chain(path)[-1]
+    if last == path and not os.path.lexists(path):
+        return _made(path, owner)
+    if not _is_over(last) or (following := _following(path, last)) is None or not _made(following, owner):
+        return False
+    if following in _chain(path):
+        return True
+    following.unlink()  # meanwhile another process took it over and let go of it
+    return False
+
+
+def _chain(path: Path) -> list[Path]:
+    """The files of a lease: of its first owner, and of each who took it over from the one before."""
+    chain = [path]
+    while (following := _following(path, chain[-1])) is not None and os.path.lexists(following):
+        chain.append(following)
+    return chain
+
+
+def _following(path: Path, last: Path) -> Path | None:
+    """The file of who takes over the lease from the owner of `last`; None where that has ended."""
+    try:
+        with last.open("rb") as file:
+            return path.with_name(f"{path.name}.{hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()[:32]}")
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> Owner | None:
     try:
         with path.open(encoding="utf-8") as file:
             given = json.loads(file.read(_MOST_BYTES))
-        owner = Owner(str(given["host"]), int(given["process"]), str(given["since"]), str(given["token"]))
+        process, texts = int(given["process"]), {name: str(given[name]) for name in ("host", "since", "token", "space")}
+        owner = Owner(process=process, **texts)
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return owner if owner.process > 0 and str(owner).isprintable() else None
 
 
-def is_free(path: Path) -> bool:
-    """Whether there is no lease, or one whose owner ended on this machine, or gave no sign of life for long."""
-    owner = owner_of(path)
-    if owner is not None and owner.host == socket.gethostname() and not _lives(owner.process):
+def _is_over(path: Path) -> bool:
+    owner = _read(path)
+    if owner is not None and owner.is_here and not _lives(owner.process):
         return True
     try:
         with tempfile.TemporaryFile(dir=path.parent) as now:
             return os.fstat(now.fileno()).st_mtime - path.lstat().st_mtime > PATIENCE
     except FileNotFoundError:
         return True
+
+
+def _space() -> str:
+    """This start of the machine and this container; "" where the system does not tell."""
+    try:
+        return f"{os.stat('/proc/self/ns/pid').st_ino} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    except OSError:
+        return ""
 
 
 def _lives(process: int) -> bool:
@@ -178,23 +232,3 @@ def _made(path: Path, owner: Owner) -> bool:
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(asdict(owner), file)
     return True
-
-
-def _state(path: Path) -> tuple[int, int] | None:
-    """What changes when another file takes its place, or its owner gives a sign of life."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
-def _take_away(path: Path, dead: tuple[int, int] | None, owner: Owner) -> None:
-    """Remove the lease of an owner who gave no sign of life; of several processes that try it, one does."""
-    aside = path.with_name(f"{path.name}.{owner.token}")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, aside)
-        if _state(aside) != dead:  # meanwhile another one took it over, or its owner woke up: it goes back
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()

@@ -51,7 +51,9 @@ def test_a_cell_that_another_machine_runs_is_left_to_it(comparison, tmp_path, ca
     commands = plan(comparison, output, capsys)
     lease = output / "leases" / "cells" / "slow" / "seed_1"
     lease.parent.mkdir(parents=True)
-    lease.write_text(json.dumps({"host": "node-7", "process": 3, "since": "2026-11-27T13:00:00+00:00", "token": "b"}))
+    lease.write_text(
+        json.dumps({"host": "node-7", "process": 3, "since": "2026-11-27T13:00:00+00:00", "token": "b", "space": ""})
+    )
     assert run(commands[0]) == 0
     assert run(commands[3]) == 75
     assert "slow seed 1 is run by node-7, process 3, since 2026-11-27" in capsys.readouterr().err

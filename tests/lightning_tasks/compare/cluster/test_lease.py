@@ -12,7 +12,8 @@ import pytest
 from lightning_tasks.compare.cluster import lease
 from lightning_tasks.compare.cluster.lease import HeldError, LostError, held, is_free, owner_of
 
-OTHER = {"host": "elsewhere", "process": 7, "since": "2026", "token": "a"}
+OTHER = {"host": "elsewhere", "process": 7, "since": "2026", "token": "a", "space": ""}
+HERE = {"host": lease.socket.gethostname(), "space": lease._space()}
 
 
 @pytest.fixture
@@ -55,8 +56,16 @@ def test_the_dead_on_another_machine_are_waited_for(path, age, free):
 def test_the_dead_on_this_machine_are_not_waited_for(path):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    written(path, host=lease.socket.gethostname(), process=ended.pid)
+    written(path, **HERE, process=ended.pid)
     with held(path, "it"):
+        pass
+
+
+def test_a_number_of_another_container_of_one_name_says_nothing(path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    written(path, **{**HERE, "space": "another"}, process=ended.pid)
+    with pytest.raises(HeldError), held(path, "it"):
         pass
 
 
@@ -73,7 +82,7 @@ TEXTS = ["", "{", "[]", '{"host": 1}', "\0" * 2_000, *(json.dumps({**OTHER, **ea
 def test_one_that_is_ending_on_this_machine_is_waited_for(path, monkeypatch):
     monkeypatch.setattr(lease, "ENDING", 30.0)
     ending = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
-    written(path, host=lease.socket.gethostname(), process=ending.pid)
+    written(path, **HERE, process=ending.pid)
     threading.Thread(target=ending.wait).start()
     with held(path, "it"):
         assert ending.poll() is not None
@@ -131,10 +140,29 @@ def test_of_many_who_take_over_one_holds_it(path):
     assert [*path.parent.iterdir()] == []
 
 
-def test_one_who_wakes_up_meanwhile_keeps_it(path, monkeypatch):
+def test_one_who_was_taken_over_and_wakes_up_leaves_it_to_the_other(path):
+    with held(path, "it") as mine:
+        os.utime(path, (time.time() - lease.PATIENCE - 60,) * 2)
+        other = lease.Owner("elsewhere", 7, "2026", "b")
+        assert lease._took(path, other)
+        with pytest.raises(LostError, match="was taken over by elsewhere, process 7"):
+            mine.check()
+    assert owner_of(path) == other
+
+
+def test_who_took_over_from_an_owner_that_is_gone_meanwhile_lets_go(path, monkeypatch):
+    """Between its look and its file, another one took the lease over, ended, and a third one made a new lease."""
     written(path, age=lease.PATIENCE + 60)
-    seen = lease._state(path)
-    os.utime(path)
-    lease._take_away(path, seen, lease.Owner(token="b"))
-    assert owner_of(path).host == "elsewhere"
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    made, third = lease._made, lease.Owner("elsewhere", 9, "2026", "c")
+
+    def late(file, owner):
+        monkeypatch.setattr(lease, "_made", made)
+        with held(path, "it"):
+            pass
+        assert lease._took(path, third)
+        return made(file, owner)
+
+    monkeypatch.setattr(lease, "_made", late)
+    assert not lease._took(path, lease.Owner("elsewhere", 7, "2026", "b"))
+    assert owner_of(path) == third
+    assert [*path.parent.iterdir()] == [path]
