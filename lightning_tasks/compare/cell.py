@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,8 +17,7 @@ import yaml
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files.sources import Sources, changed_sources, sources_of, value_of
-from lightning_tasks.runs.log import read_metrics
-from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
+from lightning_tasks.runs.safe_files import read_result, refuse_foreign
 
 RESULT = "result.json"
 CHECKPOINT = "last.ckpt"
@@ -180,91 +176,8 @@ def folder_name(name: str) -> str:
     return slug.encode()[: _MOST_BYTES - 9].decode(errors="ignore") + f"_{digest}"
 
 
-def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[], None] = lambda: None) -> None:
-    """Run `cell` in this process with one torch thread, its output in log.txt, and write its result.
-
-    Args:
-        cell: which.
-        planned: the code and files of its configuration as they were when the comparison started.
-        may_write: called before the result is written, and raises where it must not be.
-
-    Raises:
-        UsageError: they have changed since.
-    """
-    import torch
-
-    from lightning_tasks.cli.fit import run
-    from lightning_tasks.compare.images import FILE, ROBUSTNESS_FILE, RecordImages, robustness_values, write_images
-    from lightning_tasks.compare.pairing import RecordPairing
-    from lightning_tasks.runs.environment import this_environment
-    from lightning_tasks.runs.wandb_runs import RunLabels, one_run
-    from lightning_tasks.training.non_finite import NonFiniteError
-
-    torch.set_num_threads(1)
-    fingerprint, sources = cell.fingerprint, cell.sources  # now: they may be edited while it runs
-    if planned is not None and (changed := changed_sources(planned, sources)):
-        raise UsageError(f"{', '.join(changed)} changed while the comparison ran; the same command goes on with it")
-    cell.clear()
-    started = time.monotonic()
-    pairing, images = RecordPairing(), RecordImages()
-    labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
-    arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
-    stopped = ""
-    with _output_to(cell.log), one_run():
-        try:
-            cli = run(arguments, callbacks=[pairing, images], labels=labels)
-        except NonFiniteError as error:  # a result too: the same would come of it again
-            stopped = str(error)
-            print(stopped, file=sys.stderr)
-        else:
-            if cell.keep:
-                cli.trainer.save_checkpoint(cell.checkpoint)
-            if cell.test:
-                cli.trainer.test(cli.model, datamodule=cli.datamodule)
-    if pairing.folder is None:
-        raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
-    tested = images.values
-    write_images(tested, cell.folder / FILE)
-    write_images(robustness_values(Path(pairing.folder), tested), cell.folder / ROBUSTNESS_FILE)
-    result = {
-        "config": cell.name,
-        "seed": cell.seed,
-        "fingerprint": fingerprint,
-        "settings": cell.arguments[3:],
-        "environment": asdict(this_environment()),
-        "sources": sources,
-        "seconds": round(time.monotonic() - started, 1),
-        "initial_weights": pairing.initial_weights,
-        "training_data": pairing.training_data,
-        "stopped": stopped,
-        "rows": read_metrics(Path(pairing.folder) / "metrics.csv"),
-    }
-    may_write()
-    with written_whole(cell.folder / RESULT) as partial:
-        partial.write_text(json.dumps(result), encoding="utf-8")
-
-
 def last_error(text: str) -> str:
     """The error that a log ends with, in one line: from its last "error:" on, else its last line; "" where none is."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if re.match(r"(\S+: )?error:|[\w.]*(Error|Exception)\b", line)]
     return " ".join(lines[starts[-1] if starts else -1 :])
-
-
-@contextlib.contextmanager
-def _output_to(path: Path) -> Iterator[None]:
-    """Send the process's standard output and error, also that of loggers made earlier, into a file."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    kept = [os.dup(1), os.dup(2)]
-    with path.open("w", encoding="utf-8") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            for number, descriptor in enumerate(kept, start=1):
-                os.dup2(descriptor, number)
-                os.close(descriptor)

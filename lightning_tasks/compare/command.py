@@ -13,8 +13,9 @@ from pathlib import Path
 from lightning_tasks.compare.arguments import cell_parser, executor_options, parser, without_executor
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import NOTHING, Choice
-from lightning_tasks.compare.cluster.lease import HeldError, run_held
+from lightning_tasks.compare.cluster.lease import PATIENCE, HeldError, held
 from lightning_tasks.compare.cluster.plan_file import Plan, commands, find_cell, read_plan, status, write_plan
+from lightning_tasks.compare.cluster.run import run_held
 from lightning_tasks.compare.cluster.submit import JOBS, submit
 from lightning_tasks.compare.plan import (
     check_cells,
@@ -42,14 +43,14 @@ from lightning_tasks.recipes.schema import NOT_USED, is_part_of
 from lightning_tasks.recipes.shipped import offered
 from lightning_tasks.recipes.variants import Variant, full_name, read_variants
 from lightning_tasks.runs.environment import mixed_environments, this_environment
-from lightning_tasks.runs.folder import output_folder
+from lightning_tasks.runs.folder import make_output
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run, or go on with, the comparison that `arguments` describe; then write its tables and its figure.
 
     Raises:
-        UsageError: arguments that make no sense, or an `--output` that is no folder or that another command holds.
+        UsageError: arguments that make no sense, or an `--output` that is no folder.
         SystemExit: with code 1 where cells failed, with 130 on an interrupt; what is finished is kept, and running
             again resumes.
     """
@@ -62,20 +63,20 @@ def main(arguments: Sequence[str]) -> None:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
     comparison = comparison_of(options)
     check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
-    with output_folder(options.output):
-        try:
-            if options.plan or options.executor:
-                cells = _write_plan(comparison, without_executor(arguments))
-                if options.executor:
-                    _submit(cells, options)
-                else:
-                    print("".join(commands(cells, options.output)), end="")
+    make_output(options.output)
+    try:
+        if options.plan or options.executor:
+            cells = _write_plan(comparison, without_executor(arguments))
+            if options.executor:
+                _submit(cells, options)
             else:
-                _run_and_write(comparison, options.jobs)
-        except OSError as error:  # a full disk
-            raise UsageError(
-                f"{reason(error)}; cells that are finished are kept in {options.output}, and the same command goes on"
-            ) from error
+                print("".join(commands(cells, options.output)), end="")
+        else:
+            _run_and_write(comparison, options.jobs)
+    except OSError as error:  # a full disk
+        raise UsageError(
+            f"{reason(error)}; cells that are finished are kept in {options.output}, and the same command goes on"
+        ) from error
 
 
 DIVERGED, HELD = 3, 75
@@ -250,10 +251,11 @@ class Comparison:
         write_record(record_of(self.cells, *given), self.output)
 
     def write_tables(self) -> list[SummaryRow] | None:
-        """Write the tables and the figure."""
+        """Write the tables and the figure, one process at a time."""
         said = [str(choice) for choice in self.shown_choices]
         given = self.metrics, self.shown_references, self.output, said, self.endpoints
-        return write_tables(self.cells, *given, self.planned)
+        with held(self.output / "leases" / "tables", "writing the tables", PATIENCE):
+            return write_tables(self.cells, *given, self.planned)
 
 
 def with_references(

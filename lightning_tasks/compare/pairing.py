@@ -23,16 +23,22 @@ class RecordPairing(Callback):
     def __init__(self) -> None:
         self.initial_weights = ""
         self.folder: str | None = None
-        self._data = hashlib.sha256()
+        self.training_data = ""
+        """Digest of the batches seen so far: of the digest before the last one, and of that one."""
 
-    @property
-    def training_data(self) -> str:
-        """Digest of the batches seen so far."""
-        return self._data.hexdigest()
+    def state_dict(self) -> dict[str, str]:
+        """The digests."""
+        return {"initial_weights": self.initial_weights, "training_data": self.training_data}
+
+    def load_state_dict(self, state_dict: dict[str, str]) -> None:
+        """Go on with them."""
+        self.initial_weights, self.training_data = state_dict["initial_weights"], state_dict["training_data"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Digest the weights, after build, swap and restore."""
+        """Digest the weights, after build, swap and restore; not those with which a killed run goes on."""
         self.folder = trainer.log_dir
+        if self.initial_weights:
+            return
         digest = hashlib.sha256()
         for name, parameter in sorted(plain_parameters(pl_module).items()):
             digest.update(name.encode())
@@ -41,8 +47,10 @@ class RecordPairing(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Digest the tensors of a batch."""
+        digest = hashlib.sha256(self.training_data.encode())
         for tensor in _tensors(batch):
-            update_digest(self._data, tensor)
+            update_digest(digest, tensor)
+        self.training_data = digest.hexdigest()
 
 
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:

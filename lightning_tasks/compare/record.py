@@ -51,6 +51,7 @@ class CellRecord:
         checkpoint: of the end of its fit, a path in the folder of the comparison; "" where none was kept.
         environment: place among the record's environments; -1 where an earlier version ran the cell.
         code: place among the record's code, with which it ran or is to run; -1 where an earlier version ran the cell.
+        runs: the machine of each of its starts, with the step that it went on from after a kill.
     """
 
     variant: str
@@ -64,6 +65,7 @@ class CellRecord:
     checkpoint: str = ""
     environment: int = -1
     code: int = -1
+    runs: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,8 @@ def _cell(given: Any) -> CellRecord:
     texts["checkpoint"] = text_of(given.get("checkpoint", ""))
     seconds = number_of(given["seconds"])
     place, code = (of_kind(given.get(key, -1), int) for key in ("environment", "code"))
-    return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place, code=code)
+    runs = list_of(given.get("runs", []), str)
+    return CellRecord(**texts, seed=seed_of(given["seed"]), seconds=seconds, environment=place, code=code, runs=runs)
 
 
 def _changes(values: Any) -> list[str]:
@@ -319,6 +322,7 @@ def _cell_record(cell: Cell, failed: bool) -> CellRecord:
         known,
         state=FINISHED,
         seconds=float(result.get("seconds", 0.0)),
+        runs=result["runs"],
         **{key: result[key] for key in _DIGESTS},
         diverged=diverged_cells(rows).get((cell.name, cell.seed), ""),
         checkpoint=str(cell.checkpoint.relative_to(cell.output)) if cell.checkpoint.is_file() else "",

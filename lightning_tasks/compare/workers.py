@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -16,11 +17,13 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_tasks.compare.cell import Cell, last_error
-from lightning_tasks.compare.cluster.lease import run_held
+from lightning_tasks.compare.cluster.lease import HeldError, is_free, owner_of
+from lightning_tasks.compare.cluster.run import run_if_free
 from lightning_tasks.errors import reason
 from lightning_tasks.runs.environment import Code, take_code, this_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOOK = 2.0  # seconds between looks at cells that other commands run
 _IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
 
 
@@ -36,7 +39,8 @@ def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[st
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures.
 
-    A cell that ends its process, as one does for which memory is too small, fails alone.
+    A cell that ends its process, as one does for which memory is too small, fails alone. One that another command runs
+    is left to that, and waited for.
 
     Raises:
         KeyboardInterrupt: as it came, with the workers ended; what they were at is not finished.
@@ -44,9 +48,13 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     waiting = [cell for cell in cells if not cell.is_finished()]
     devices = worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE))
     failures: list[tuple[Cell, str]] = []
+    elsewhere: list[Cell] = []
     with tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar:
 
         def end(cell: Cell, error: BaseException | None) -> None:
+            if isinstance(error, HeldError):
+                elsewhere.append(cell)
+                return
             if error is not None:
                 text = failure(cell, error)
                 alike = next((other for other, known in failures if known == text), None)
@@ -57,7 +65,17 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
             bar.update()
 
         pools = [(waiting, devices)] if waiting else []
-        while pools:
+        while pools or elsewhere:
+            if not pools:
+                bar.set_postfix_str(f"{elsewhere[0].label}: waiting for {owner_of(elsewhere[0].lease)}")
+                time.sleep(_LOOK)
+                for cell in [cell for cell in elsewhere if is_free(cell.lease)]:
+                    elsewhere.remove(cell)
+                    if cell.is_finished():
+                        end(cell, None)
+                    else:
+                        pools.append(([cell], devices[:1]))
+                continue
             asked, given = pools.pop(0)
             begun, others = _run_in_pool(asked, given, end)
             if len(begun) == 1:
@@ -86,7 +104,7 @@ def _run_in_pool(
     initial = _shared(len(devices)), queue, (here.commit, here.modified)
     with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
-            futures = {pool.submit(run_held, cell, cell.sources): cell for cell in cells}
+            futures = {pool.submit(run_if_free, cell, cell.sources): cell for cell in cells}
             for future in as_completed(futures):
                 if isinstance(error := future.exception(), BrokenProcessPool):
                     lost[futures[future]] = error

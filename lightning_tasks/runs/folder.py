@@ -53,14 +53,11 @@ def existing_part(path: Path) -> Path:
     return next((part for part in (path, *path.parents) if part.exists()), path)
 
 
-@contextlib.contextmanager
-def output_folder(folder: Path) -> Iterator[None]:
-    """Make ``--output``, with the folders above it, and hold it: another command is refused there until the end.
-
-    The lock of a process that was killed is free.
+def make_output(folder: Path) -> None:
+    """Make ``--output``, with the folders above it.
 
     Raises:
-        UsageError: it, or a part of its path, is a file, it cannot be made or locked, or another process holds it.
+        UsageError: it, or a part of its path, is a file, or it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +66,18 @@ def output_folder(folder: Path) -> Iterator[None]:
         raise UsageError(f"--output {folder}: {file} is a file; give a folder") from None
     except OSError as error:
         raise UsageError(f"--output {folder} cannot be made: {error.strerror}; give another folder") from error
+
+
+@contextlib.contextmanager
+def output_folder(folder: Path) -> Iterator[None]:
+    """Make ``--output``, with the folders above it, and hold it: another command is refused there until the end.
+
+    The lock of a process that was killed is free.
+
+    Raises:
+        UsageError: as :func:`make_output`; or it cannot be locked, or another process holds it.
+    """
+    make_output(folder)
     path = folder / LOCK
     if os.path.lexists(path):
         found = path.lstat()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_tasks.errors import UsageError
-from lightning_tasks.json_values import texts_of
+from lightning_tasks.json_values import list_of, texts_of
 
 MOST_TABLE_BYTES = 1 << 28
 MOST_SETTINGS_BYTES = 1 << 20
@@ -91,6 +91,7 @@ def read_result(path: Path, needed: tuple[str, ...] = _CELL) -> dict[str, Any]:
         if not isinstance(found["rows"], list):
             raise TypeError(f"rows are {type(found['rows']).__name__}, and a list is needed")
         found["rows"] = [_row(each) for each in found["rows"]]
+        found["runs"] = list_of(found.get("runs", []), str)
         if found.get("sources") is not None:
             found["sources"] = texts_of(found["sources"])
     except (OSError, ValueError, TypeError, OverflowError, RecursionError) as error:

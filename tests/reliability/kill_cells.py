@@ -3,12 +3,14 @@
 python -m tests.reliability.kill_cells [--kills 50] [--seeds 8] [--seed 0]
 
 Three variants by the seeds. Each of two workers, each in a copy of the repository of its own, runs the commands of the
-plan in an order of its own until all cells are finished. Results are compared byte by byte.
+plan in an order of its own until all are finished. SIGKILL meets a worker, the cell that it runs, or both. Results
+are compared byte by byte; steps are counted as they begin.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -30,10 +32,23 @@ FILE = {
         "slow": {"model.optimizer.init_args.lr": 1e-3},
         "small": {"model.model.init_args.num_layers": 1},
     },
-    "settings": {"trainer.max_steps": 20, "trainer.val_check_interval": 5, "trainer.limit_val_batches": 2},
+    "settings": {
+        "trainer.max_steps": 100,
+        "trainer.val_check_interval": 10,
+        "trainer.limit_val_batches": 2,
+        "trainer.callbacks+": {"class_path": "counting.CountSteps"},
+    },
     "metrics": ["val/loss"],
     "checkpoints": False,
 }
+COUNTING = """
+import os
+from lightning.pytorch import Callback
+class CountSteps(Callback):
+    def on_train_batch_start(self, *arguments):
+        with open(os.environ["COUNTED_STEPS"], "ab", buffering=0) as file:
+            file.write(b".")
+"""
 WORKER = """
 import random, shlex, subprocess, sys, time
 lines = open(sys.argv[1]).read().splitlines()
@@ -43,7 +58,7 @@ while lines:
         code = subprocess.run([sys.executable, "-m", *shlex.split(line)]).returncode
         if code == 0:
             lines.remove(line)
-        elif code != 75:
+        elif code not in (75, -9):
             sys.exit(code)
     time.sleep(0.5)
 """
@@ -59,19 +74,44 @@ def attnswap(copy: Path, *arguments: str) -> str:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "ATTNSWAP_NUM_WORKERS": "0"}
+    more = {"OMP_NUM_THREADS": "1", "ATTNSWAP_NUM_WORKERS": "0", "COUNTED_STEPS": str(copy.parent / "steps")}
+    return {**os.environ, **more, "PYTHONPATH": str(copy)}
+
+
+def steps_of(copies: list[Path]) -> int:
+    """How many steps began since the last call."""
+    files = [copy.parent / "steps" for copy in copies]
+    count = sum(file.stat().st_size for file in files if file.exists())
+    for file in files:
+        file.unlink(missing_ok=True)
+    return count
+
+
+def kill(worker: subprocess.Popen[bytes], whom: str) -> bool:
+    """Kill a worker, the cell that it runs, or both; whether the worker has to be started again."""
+    children = Path(f"/proc/{worker.pid}/task/{worker.pid}/children").read_text().split()
+    for number in map(int, children if whom != "worker" else []):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    if whom == "cell":
+        return False
+    worker.kill()
+    worker.wait()
+    return True
 
 
 def trial(folder: Path, kills: int, seeds: int, seed: int) -> None:
-    """Raises AssertionError where the tables differ, a lease is left, or a cell is missing."""
+    """Raises AssertionError where the tables differ, a lease is left, or more than 5% of the steps were repeated."""
     copies = [folder / f"machine_{number}" / "code" for number in (1, 2)]
     for copy in copies:
         for part in PARTS:
             shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        (copy / "counting.py").write_text(COUNTING, encoding="utf-8")
     file, output, serial = folder / "comparison.json", folder / "shared", folder / "serial"
     file.write_text(json.dumps(FILE), encoding="utf-8")
     asked = [str(file), "--seeds", f"0:{seeds}"]
     attnswap(copies[0], "compare", *asked, "--output", str(serial))
+    needed = steps_of(copies)
     plan = folder / "cells.txt"
     plan.write_text(attnswap(copies[0], "compare", *asked, "--output", str(output), "--plan"), encoding="utf-8")
     draw, killed, begun = random.Random(seed), 0, time.monotonic()
@@ -86,17 +126,23 @@ def trial(folder: Path, kills: int, seeds: int, seed: int) -> None:
         time.sleep(draw.uniform(2.0, 10.0))
         number = draw.randrange(2)
         if killed < kills and workers[number].poll() is None:
-            os.killpg(workers[number].pid, signal.SIGKILL)
-            workers[number].wait()
             killed += 1
-            workers[number] = start(number)
+            if kill(workers[number], draw.choice(["worker", "cell", "both"])):
+                workers[number] = start(number)
     assert [worker.returncode for worker in workers] == [0, 0]
     seconds = time.monotonic() - begun
     attnswap(copies[1], "compare", *asked, "--output", str(output))
     same = (output / "results.csv").read_bytes() == (serial / "results.csv").read_bytes()
     left = [path for path in (output / "leases").rglob("*") if path.is_file()]
-    print(f"{3 * seeds} cells, {killed} kills in {seconds:.0f} s; tables equal: {same}; leases left: {len(left)}")
+    repeated = steps_of(copies) / needed - 1
+    cells = json.loads((output / "comparison.json").read_text())["cells"]
+    resumed = sum(len(cell["runs"]) - 1 for cell in cells)
+    print(
+        f"{3 * seeds} cells, {killed} kills in {seconds:.0f} s, {resumed} resumptions; tables equal: {same}; "
+        f"{repeated:.1%} of {needed} steps repeated; leases left: {len(left)}"
+    )
     assert same
+    assert repeated <= 0.05
     assert not left
 
 

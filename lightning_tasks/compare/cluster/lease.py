@@ -16,9 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from uuid import uuid4
 
-from lightning_tasks.compare.cell import Cell, run_cell
 from lightning_tasks.errors import UsageError
-from lightning_tasks.files.sources import Sources
 
 BEAT, PATIENCE = 10.0, 120.0  # seconds from one sign of life to the next, and without one until a lease is free
 ENDING = 5.0  # seconds that a process on this machine has to end, as one whose parent was killed does
@@ -101,22 +99,11 @@ class Lease:
                     each.unlink()
 
 
-def run_held(cell: Cell, planned: Sources | None = None) -> None:
-    """Run a cell while this process holds its lease, as :func:`.run_cell`; nothing where it is finished by then.
-
-    Raises:
-        HeldError: another process holds it.
-        LostError: another process has taken it over.
-    """
-    cell.refuse_links()
-    with held(cell.lease, cell.label) as lease:
-        if not cell.is_finished():
-            run_cell(cell, planned, lease.check)
-
-
 @contextlib.contextmanager
-def held(path: Path, what: str) -> Iterator[Lease]:
+def held(path: Path, what: str, most: float = 0.0) -> Iterator[Lease]:
     """Hold the lease of this file inside; `what` says of what it is.
+
+    Where another process holds it, wait `most` seconds, or as long as one on this machine may take to end.
 
     Its age is measured by the clock of the file system, whatever those of the machines say, and no lock is needed, so
     that it works on shared folders too. One without a sign of life for two minutes is taken over, and at once one of a
@@ -132,8 +119,8 @@ def held(path: Path, what: str) -> Iterator[Lease]:
     began = time.monotonic()
     while not _took(path, owner):
         found = owner_of(path)
-        changes = is_free(path) or (found is not None and found.is_here)
-        if not changes or time.monotonic() - began > ENDING:
+        ends = ENDING if is_free(path) or (found is not None and found.is_here) else 0.0
+        if time.monotonic() - began >= max(most, ends):
             raise HeldError(f"{what} is run by {found or Owner()}")
         time.sleep(0.1)
     lease = Lease(path, owner)
@@ -200,10 +187,18 @@ def _is_over(path: Path) -> bool:
     if owner is not None and owner.is_here and not _lives(owner.process):
         return True
     try:
-        with tempfile.TemporaryFile(dir=path.parent) as now:
-            return os.fstat(now.fileno()).st_mtime - path.lstat().st_mtime > PATIENCE
+        return _now(path.parent) - path.lstat().st_mtime > PATIENCE
     except FileNotFoundError:
         return True
+
+
+def _now(folder: Path) -> float:
+    """The time by the clock of the folder's file system; of this machine's where nothing can be written there."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
 
 
 def _space() -> str:

@@ -85,7 +85,7 @@ def status(cells: Sequence[Cell]) -> str:
     running = {
         cell: owner
         for cell in cells
-        if cell not in finished and not is_free_of(cell) and (owner := owner_of(cell.lease)) is not None
+        if cell not in finished and not is_free(cell.lease) and (owner := owner_of(cell.lease)) is not None
     }
     lines = []
     for cell in cells:
@@ -101,11 +101,6 @@ def status(cells: Sequence[Cell]) -> str:
         seconds = mean(float(cell.result().get("seconds", 0.0)) for cell in finished)
         text += f"; about {(len(cells) - done) * seconds / max(1, len(running)) / 60:.0f} minutes at this pace"
     return "\n".join([*lines, text])
-
-
-def is_free_of(cell: Cell) -> bool:
-    """Whether nobody runs a cell."""
-    return not cell.lease.parent.is_dir() or is_free(cell.lease)
 
 
 def find_cell(cells: Sequence[Cell], variant: str, seed: int) -> Cell:

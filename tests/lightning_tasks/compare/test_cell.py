@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
-from lightning_tasks.compare.cell import RESULT, last_error, run_cell
+from lightning_tasks.compare.cell import RESULT, last_error
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.pairing import RecordPairing
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import unpaired_seeds

@@ -1,51 +1,57 @@
-"""A comparison's folder: one comparison at a time, and nothing outside of it is deleted."""
+"""A comparison's folder: several commands share its cells, and nothing outside of it is deleted."""
 
-import multiprocessing
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import yaml
 from attnswap.datamodules.shared.token_cache import CacheEntry
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare import workers
 from lightning_tasks.compare.cell import Cell
-from lightning_tasks.runs.folder import output_folder
 from tests.lightning_tasks.cli.runs import DEMO
 
 
 @pytest.fixture
 def comparison(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe = {"model": {"class_path": DEMO}, "trainer": {"accelerator": "cpu", "max_steps": 1}}
+    trainer = {"accelerator": "cpu", "max_steps": 1, "limit_train_batches": 1}
+    recipe = {"model": {"class_path": DEMO}, "trainer": trainer}
     (tmp_path / "demo.yaml").write_text(yaml.safe_dump(recipe))
     return ["compare", "demo.yaml", "--seeds=0", "--output=out"]
 
 
-def hold(output, ready, done):
-    with output_folder(output):
-        ready.set()
-        done.wait(60)
+def test_two_commands_at_once_share_the_cells_and_write_the_same_tables(comparison):
+    several = [argument.replace("=0", "=0:4") for argument in comparison]
+    main([argument.replace("=out", "=alone") for argument in several])
+    command = [sys.executable, "-m", "attnswap", *several]
+    root = str(Path(__file__).resolve().parents[3])
+    others = [subprocess.Popen(command, env={**os.environ, "PYTHONPATH": root}) for _ in range(2)]
+    assert [other.wait(600) for other in others] == [0, 0]
+    assert Path("out/results.csv").read_bytes() == Path("alone/results.csv").read_bytes()
+    starts = [each for cell in json.loads(Path("out/comparison.json").read_text())["cells"] for each in cell["runs"]]
+    assert starts == [socket.gethostname()] * 4, "each cell ran once"
+    assert not [path for path in Path("out/leases").rglob("*") if path.is_file()]
 
 
-def test_a_second_comparison_in_one_folder_is_refused(comparison, capsys):
-    context = multiprocessing.get_context("fork")
-    ready, done = context.Event(), context.Event()
-    Path("out").mkdir()
-    other = context.Process(target=hold, args=(Path("out"), ready, done))
-    other.start()
-    try:
-        assert ready.wait(60)
-        with pytest.raises(SystemExit) as stop:
-            main(comparison)
-    finally:
-        done.set()
-        other.join()
-    assert stop.value.code == 2
-    assert "--output out: another attnswap command is at work there" in capsys.readouterr().err
-    assert not Path("out/cells").exists()
-    with output_folder(Path("out")):
-        pass
+def test_a_cell_that_another_command_runs_is_waited_for(comparison, monkeypatch):
+    monkeypatch.setattr(workers, "_LOOK", 0.1)
+    lease = Path("out/leases/cells/demo/seed_0")
+    lease.parent.mkdir(parents=True)
+    lease.write_text("of somebody")
+    Timer(8.0, lease.unlink).start()
+    began = time.monotonic()
+    main(comparison)
+    assert time.monotonic() - began > 8.0
+    assert Path("out/cells/demo/seed_0/result.json").is_file()
 
 
 @pytest.mark.parametrize("link", ["cells", "cells/demo", "cells/demo/seed_0"])

@@ -9,7 +9,8 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare import tables
-from lightning_tasks.compare.cell import RESULT, run_cell
+from lightning_tasks.compare.cell import RESULT
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.formats import markdown
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.record import read_record

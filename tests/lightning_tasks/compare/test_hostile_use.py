@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.tables import write_tables
 from lightning_tasks.errors import UsageError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.formats import latex, markdown
 from lightning_tasks.compare.images import FILE, ImageResults, read_images, robustness_values, write_images
 from lightning_tasks.compare.plan import plan_cells

@@ -6,7 +6,7 @@ import yaml
 
 from attention_modules.mechanisms.rpc import RPCAttention
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import record_of

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lightning_tasks.compare.cell import run_cell
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes.variants import Variant

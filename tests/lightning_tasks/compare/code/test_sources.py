@@ -10,7 +10,8 @@ import yaml
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare import command as compare
-from lightning_tasks.compare.cell import RESULT, Cell, run_cell
+from lightning_tasks.compare.cell import RESULT, Cell
+from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.errors import UsageError
