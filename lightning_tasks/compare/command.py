@@ -13,6 +13,7 @@ from pathlib import Path
 from lightning_tasks.compare.arguments import cell_parser, executor_options, parser, without_executor
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.choice import NOTHING, Choice
+from lightning_tasks.compare.cluster.dashboard import log_verdict
 from lightning_tasks.compare.cluster.lease import PATIENCE, HeldError, held
 from lightning_tasks.compare.cluster.plan_file import Plan, commands, find_cell, read_plan, status, write_plan
 from lightning_tasks.compare.cluster.run import run_held
@@ -302,6 +303,8 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
     comparison.write_record([cell for cell, _ in failures])
     if summary == []:
         raise SystemExit("the summary is empty: none of its metrics was logged; the cells are kept")
+    if summary:
+        log_verdict(comparison.cells, summary, comparison.output)
     undecided = [
         str(each) for each in comparison.choices if each.variant in comparison.asked and each.chosen == NOTHING
     ]

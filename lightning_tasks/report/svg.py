@@ -12,6 +12,7 @@ import numpy as np
 
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.figures.curves import curve, draw_curve, drawable, looks
+from lightning_tasks.figures.forest import draw_forest
 from lightning_tasks.runs.metric_names import MetricName
 
 _HOVERED = 24
@@ -45,18 +46,10 @@ def forest_svg(rows: Sequence[SummaryRow], metric: str) -> str:
     """Paired differences with their 95% intervals, a row each, and a line at zero; estimates say their values."""
     figure, axes = _figure(4.6, 0.8 + 0.32 * len(rows))
     titles = {}
-    for place, row in enumerate(rows):
+    for place, (row, point) in enumerate(zip(rows, draw_forest(axes, rows, _INK), strict=True)):
         name = f"forest-{place}-{_digest(metric)}"
-        interval = [[row.difference - row.low], [row.high - row.difference]]
-        axes.errorbar([row.difference], [place], xerr=interval, fmt="none", ecolor=_INK, capsize=3)
-        axes.plot([row.difference], [place], "o", color=_INK, gid=name)
+        point.set_gid(name)
         titles[name] = f"{row.config} - {row.reference}: {row.difference:.4g} [{row.low:.4g}, {row.high:.4g}]"
-    axes.axvline(0.0, color=_INK, linewidth=0.8, linestyle="--")
-    names = (f"{row.config} - {row.reference}" for row in rows)  # of folders too, which may be no Unicode
-    axes.set_yticks(range(len(rows)), [name.encode(errors="backslashreplace").decode() for name in names])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("difference")
-    axes.spines[["top", "right"]].set_visible(False)
     return _titled(_svg(figure, f"forest {metric}"), titles)
 
 
