@@ -138,6 +138,18 @@ class SwappedMultiheadAttention(Swapped):
         super().__setstate__(state)
         _keep_from_fused_path(self)
 
+    def merge_masks(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by nn.TransformerEncoderLayer alone, on its fused path.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "nn.TransformerEncoderLayer's fused path would pass the mechanism by, as the forward pre-hook that keeps a "
+            "swapped layer from it was removed: call torch.backends.mha.set_fastpath_enabled(False), or remove hooks "
+            "by the handles of those that you registered"
+        )
+
     def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v ``[B, H, N, d]`` of sequence-first inputs ``[N, B, C]``."""
         names = ("k", "v") if self.dropped_query else ("q", "k", "v")

@@ -64,7 +64,7 @@ class SwappedHuggingFace(Swapped):
         if not self.mechanism.uses_query:
             self._check_own_sequence(args, kwargs)
         if "x" in self.mechanism.needs:
-            kwargs[INPUT] = args[0] if args else kwargs.get(_call_of(self).parameters[0])
+            kwargs[INPUT] = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
         if self.mechanism.cache != "whole sequence" and (not self.mechanism.uses_query or self.mechanism.remembers):
             kwargs |= self._cache(args, kwargs)
         return super().forward(*args, **kwargs)
@@ -83,13 +83,13 @@ class SwappedHuggingFace(Swapped):
 
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The cache that the layer is called with, for our attention function, where its forward passes it on."""
-        call = _call_of(self)
-        given = _named(call, args, kwargs)
+        names, passes_on = _forward_of(self.plain_class)
+        given = _named(names, args, kwargs)
         cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        return {CACHE: cache} if cache is not None and call.passes_on else {}
+        return {CACHE: cache} if cache is not None and passes_on else {}
 
     def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _named(_call_of(self), args, kwargs)
+        given = _named(_forward_of(self.plain_class)[0], args, kwargs)
         other = [name for name in _OTHER_SEQUENCE if given.get(name) is not None]
         if other:
             raise RuntimeError(
@@ -111,9 +111,17 @@ def _call_of(layer: nn.Module) -> InterfaceCall:
     return call
 
 
-def _named(call: InterfaceCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name."""
-    names = call.parameters[: len(args)]  # no `zip(..., strict=...)`, which torch 2.6 cannot compile
+@torch.compiler.assume_constant_result  # what reads source text would break the graph
+def _forward_of(kind: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
+    """The names of a forward's parameters, and whether it passes on its ``**kwargs`` to the interface."""
+    call = interface_call(kind)
+    assert isinstance(call, InterfaceCall)
+    return tuple(call.parameters), call.passes_on
+
+
+def _named(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of its parameters."""
+    names = names[: len(args)]  # no `zip(..., strict=...)`, which torch 2.6 cannot compile
     return {**{name: args[place] for place, name in enumerate(names)}, **kwargs}
 
 

@@ -357,6 +357,17 @@ def test_hooks_on_eager_layers_get_the_maps_of_the_plain_ones(family: str, obser
     assert all(torch.equal(one, other) for one, other in zip(seen, maps, strict=True))
 
 
+@pytest.mark.parametrize("host", ["bert", "llama"])
+@pytest.mark.parametrize("mechanism", ["symmetric", "forgetting"])  # told of the layer's arguments by their names
+def test_what_reads_the_layers_arguments_compiles_as_one_graph(mechanism: str, host: str) -> None:
+    model = built(host).eval()
+    swap_attention(model, mechanism)
+    plain = run_tokens(model, padding_mask())
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(run_tokens(compiled, padding_mask()), plain, atol=1e-5, rtol=1e-5)
+
+
 def test_flex_attention_set_after_a_swap_is_refused_by_name() -> None:
     model = causal_model("llama")
     plain = run_tokens(model, None)
