@@ -5,8 +5,15 @@ import posixpath
 import re
 from pathlib import Path
 
+import pytest
+import yaml
+
 from attention_modules import available_mechanisms
 from attention_modules.mechanism import mechanism_class
+from lightning_tasks.__main__ import main
+from lightning_tasks.analyses import ANALYSES
+from lightning_tasks.recipes.variants import read_variants
+from lightning_tasks.robustness.attacks.table import read_attacks
 from tests.rows import each_row
 from tests.test_public_paths import resolve
 
@@ -73,3 +80,38 @@ def test_the_page_of_a_mechanism_says_what_it_is_and_costs(name):
     assert f".. autoclass:: attention_modules.{mechanism_class(name).__name__}\n" in text
     assert ("the query projection is left out" in text) == (not mechanism_class(name).uses_query)
     assert f"]({name}.md)" in text_of("explanations/mechanisms/index")
+
+
+def papers_commands():
+    """What the table of the papers gives: commands, `...` filled in from the one above, and settings."""
+    table, above = text_of("explanations/papers").partition("```bash")[0], ""
+    for text in re.findall(r"`([^`]+)`", table):
+        whole = re.sub(r"^\.\.\.", above, text)
+        if whole.startswith("attnswap ") and " ... " not in whole:
+            above = " ".join(whole.split()[:3])  # without its options
+            yield whole.removesuffix(" --ckpt_path ...")
+        elif whole.startswith("attacks:"):
+            yield whole.replace("[...]", "[1, 1, 1]")
+
+
+@each_row("command", [*dict.fromkeys(papers_commands())])
+def test_each_command_in_the_table_of_the_papers_is_one(command, capsys):
+    if command.startswith("attacks:"):
+        assert read_attacks(yaml.safe_load(command)["attacks"])
+        return
+    _, kind, name, *options = command.split()
+    if kind == "analyze":
+        assert name in ANALYSES
+        given = [re.sub("BEFORE|AFTER", "x", each) for each in options]
+        for arguments in (given, ["--help"]):
+            with pytest.raises(SystemExit):
+                main(["analyze", name, *arguments])
+        printed = capsys.readouterr()
+        assert "the following arguments are required: " in printed.err  # values are checked before
+        assert all(f" {each}" in printed.out for each in given if each.startswith("--"))
+    elif kind == "compare" or not options:
+        assert read_variants(name)
+    else:
+        with pytest.raises(SystemExit) as stop:
+            main([kind, name, *options, "--print_config"])
+        assert stop.value.code == 0

@@ -150,7 +150,12 @@ class Failure:
 
     layer: str
     length: int
+    radius: float | None
     reason: str
+
+    @property
+    def place(self) -> str:
+        return str(self.length) if self.radius is None else f"R = {self.radius:g}"
 
 
 def measurements(
@@ -175,7 +180,7 @@ def measurements(
                 what = {"layer": layer.name, "length": length, "input": kind, "steps": steps, "data": digest}
                 for radius in settings.radii or (None,):
                     measure = _measure(partial(call, length, index), layer, kind, length, steps, settings, radius)
-                    measure = _or_failure(measure, layer.name, length, failures)
+                    measure = _or_failure(measure, partial(Failure, layer.name, length, radius), failures)
                     at = what if radius is None else what | {"radius": radius}
                     planned.append(Measurement(at, length * (1 + _ASCENT_STEP * steps), measure))
     return planned
@@ -222,13 +227,13 @@ def _scaled(x: Tensor, radius: float) -> Tensor:
 
 
 def _or_failure(
-    measure: Callable[[Advance], list[Row]], layer: str, length: int, failures: list[Failure]
+    measure: Callable[[Advance], list[Row]], failure: Callable[[str], Failure], failures: list[Failure]
 ) -> Callable[[Advance], list[Row]]:
     def attempt(advance: Advance) -> list[Row]:
         try:
             return measure(advance)
         except (RuntimeError, TypeError, ValueError) as error:
-            failures.append(Failure(layer, length, str(error)))
+            failures.append(failure(str(error)))
             advance(1)
             return []
 
@@ -236,13 +241,13 @@ def _or_failure(
 
 
 def described_failures(failures: Sequence[Failure]) -> str:
-    """What failed: for each layer its lengths, and the reason of the first."""
+    """What failed: for each layer its lengths or radii, and the reason of the first."""
     layers: dict[str, list[Failure]] = {}
     for failure in failures:
         layers.setdefault(failure.layer, []).append(failure)
     return "; ".join(
-        f"layer {layer!r} at {', '.join(map(str, dict.fromkeys(each.length for each in failed)))} tokens: "
-        f"{failed[0].reason}"
+        f"layer {layer!r} at {', '.join(dict.fromkeys(each.place for each in failed))}"
+        f"{' tokens' if failed[0].radius is None else ''}: {failed[0].reason}"
         for layer, failed in layers.items()
     )
 
@@ -335,7 +340,8 @@ def main(arguments: Sequence[str]) -> None:
             print(report(rows, head), end="")
     if not failures:
         return
-    said = f"not measured: {described_failures(failures)}; give other layers (--layers) or lengths (--lengths)"
+    others = "radii (--radii)" if radii else "lengths (--lengths)"
+    said = f"not measured: {described_failures(failures)}; give other layers (--layers) or {others}"
     if not rows:
         raise UsageError(said)
     raise UsageError(f"{said}, or the same command to try these again; {len(rows)} rows are kept in {options.output}")

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from attention_modules.analysis import attention_maps
+from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, described_weights, read_inputs
 from lightning_tasks.analyses.made_by import MADE_BY, Recording
 from lightning_tasks.analyses.subjects import choose_layers, load_subject, shortened
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run `attnswap analyze parallel-context` with these arguments.
 
     Raises:
-        UsageError: numbers out of their range, or a model that takes no such mask.
+        UsageError: numbers out of their range, or a model that is not causal or takes no such mask.
         ValueError: a model or data that do not load or fit.
         FileNotFoundError: missing data.
         SystemExit: arguments that the parser refuses.
@@ -143,6 +144,11 @@ def main(arguments: Sequence[str]) -> None:
     model: Any = subject.model
     model = model if hasattr(model, "config") else getattr(model, "model", model)
     names = [layer.name for layer in choose_layers(model, options.layers)]
+    if two_way := [each.name for each in attention_layers(model) if each.name in names and not each.spec.is_causal]:
+        raise UsageError(
+            f"{options.model} ({type(model).__name__}) is no causal model: {two_way[0]!r} sees the tokens that follow. "
+            "Give a causal one, as gpt2"
+        )
     with output_folder(options.output):
         try:
             found = {parts: entropies(model, inputs.values, options.context, parts, names) for parts in numbers}

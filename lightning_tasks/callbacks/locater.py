@@ -58,7 +58,8 @@ class LocAteR(Callback):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: if an argument is out of its limits or ``scale`` unknown; at the start of the fit, if no layer
+        ValueError: if an argument is out of its limits, ``scale`` unknown, or ``mean_target`` a number that no
+            gamma holds; at the start of the fit, if no layer
             matches, the strategy is FSDP1 or DeepSpeed, or a layer's query and key weights are not trained (a
             warning, where a ``BaseFinetuning`` of Lightning may train them later).
 
@@ -87,6 +88,8 @@ class LocAteR(Callback):
         self.gamma = check_number("gamma", gamma, 0.0)
         initial = isinstance(mean_target, str) and mean_target == "initial"
         self.mean_target = mean_target if initial else check_number("mean_target, if not 'initial',", mean_target)
+        if not initial and not self.gamma:
+            raise ValueError(f"mean_target is {mean_target}, and gamma=0 leaves the mean free: give gamma=1, say")
         self.observe_only = check_flag("observe_only", observe_only)
         self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._layers: list[AttentionLayer] = []

@@ -56,8 +56,8 @@ class RobustnessEvaluation(Callback):
         attacks: names, or ``{"name": ..., option: value}``: fgsm, pgd, spsa, square, autoattack (``attacks``,
             ``queries``), transfer (``source``: checkpoint of the twin; ``attack``: what to run on it, pgd by default;
             ``mechanism``: other options of its mechanisms, or of the model's own where there is no source),
-            released_fgsm, released_pgd, released_spsa (``std``: what the model divides by); in the L2 norm
-            carlini_wagner and hop_skip_jump, in the L1 norm sparse_l1_descent and released_sparse_l1_descent, which
+            released_fgsm, released_pgd, released_spsa, released_noise (``std``: what the model divides by); in the L2
+            norm carlini_wagner, hop_skip_jump, in the L1 norm sparse_l1_descent, released_sparse_l1_descent, which
             need ``eps``, a list of radii of their own. Of two with one name, one needs ``label``, its name in the
             table. Of a :class:`~lightning_tasks.SegmentationTask`: fgsm and pgd.
         eps: radii in [0, 1], as numbers or fractions ("4/255").

@@ -86,7 +86,8 @@ class TransformerLM(nn.Module):
         scale_embedding: whether embeddings are multiplied by sqrt(dim).
         attention: short name, class or callable of the mechanism.
         attention_options: its options by name.
-        attention_layers: indices of the layers that get it, all where None; the others have plain softmax attention.
+        attention_layers: indices of the layers that get it (-1: the last), all where None; the others have plain
+            softmax attention.
         attn_head_dim: width of one head, ``dim / num_heads`` where None.
 
     Raises:
@@ -132,8 +133,10 @@ class TransformerLM(nn.Module):
         if positions not in ("learned", "sinusoidal"):
             raise ValueError(f"positions must be 'learned' or 'sinusoidal', got {positions!r}")
         chosen = set(range(num_layers) if attention_layers is None else attention_layers)
-        if not chosen <= set(range(num_layers)):
-            raise ValueError(f"attention_layers must lie in 0 to {num_layers - 1}, got {sorted(chosen)}")
+        if not chosen <= set(range(-num_layers, num_layers)):
+            limits = f"{-num_layers} to {num_layers - 1}"
+            raise ValueError(f"attention_layers (a task's layers) must lie in {limits}, got {sorted(chosen)}")
+        chosen = {index % num_layers for index in chosen}
         self.num_tokens = num_tokens
         self.embedding_scale = math.sqrt(dim) if scale_embedding else 1.0
         self.embedding = nn.Embedding(vocab_size, dim)

@@ -16,6 +16,7 @@ from lightning_tasks.robustness.attacks.gradient import (
 from lightning_tasks.robustness.attacks.hop_skip_jump import hop_skip_jump as hop_skip_jump
 from lightning_tasks.robustness.attacks.released import (
     released_fgsm as released_fgsm,
+    released_noise as released_noise,
     released_pgd as released_pgd,
     released_spsa as released_spsa,
 )

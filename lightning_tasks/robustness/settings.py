@@ -103,12 +103,18 @@ def read_settings(
     for names in ([setting.label for setting in chosen], ["clean", "mean corruption", *(shifts or {})]):
         if twice := _twice([robustness_name(name) for name in names]):  # the later would be logged over the first
             raise ValueError(f"two rows would be logged as {twice[0]!r}: give the attack or the shift another name")
-    named = [baseline] if isinstance(baseline, str) else list(baseline or ())
+    named = [baseline] if isinstance(baseline, str) else baseline or ()
+    if not _are_names(named):
+        raise ValueError(f"baseline must be a run's table (its path), {ALEXNET!r}, or a list of both, got {baseline!r}")
     if len({each == ALEXNET for each in named}) < len(named):
         raise ValueError(f"baseline is {named}: give at most one run's table, and {ALEXNET!r}")
     baselines = [read_baseline(each, corrupted) for each in named]
     if imagenet_c is not None:
-        imagenet_c = found_folder("imagenet_c", imagenet_c)
+        if not isinstance(imagenet_c, (str, Path)):
+            raise ValueError(f"imagenet_c must be the path of a folder, got {imagenet_c!r}")
+        if not corrupted:
+            raise ValueError("imagenet_c is given, and corruptions is empty: give corruptions='common', say")
+        imagenet_c = found_folder("imagenet_c", str(imagenet_c))
         for each in corrupted:
             released_folder(imagenet_c, *each)
     shifted = {name: found_folder(f"shifts {name!r}", root) for name, root in (shifts or {}).items()}

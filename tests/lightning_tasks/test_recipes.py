@@ -316,7 +316,9 @@ def test_the_segmenters_start_from_backbones_of_the_comparison_on_imagenet():
 
 def attack_metrics(attacks=(), eps=(), **others):
     """The accuracies that a `RobustnessEvaluation` of images logs of its attacks."""
-    return {robustness_name(AttackSetting.read(attack).label, each, "accuracy") for attack in attacks for each in eps}
+    read = [AttackSetting.read(attack) for attack in attacks]
+    radii = {each.label: [text for text, _ in each.eps] or eps for each in read}
+    return {robustness_name(label, each, "accuracy") for label, own in radii.items() for each in own}
 
 
 def test_what_scripts_gather_is_checked_of_comparisons_that_there_are():
@@ -353,7 +355,7 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
     }
     for callback in added if isinstance(added, list) else [added]:
         if callback["class_path"].endswith("RobustnessEvaluation"):  # at a size for a test
-            attacks = [metric for metric in content["metrics"] if "_255/" in metric]
+            attacks = [metric for metric in content["metrics"] if re.search("_255/|_l1_", metric)]
             assert {*attacks} <= attack_metrics(**callback["init_args"])
             kept = ["fog"] if "imagenet_c" in callback["init_args"] else []
             callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": kept}

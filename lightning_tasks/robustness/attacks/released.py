@@ -55,6 +55,21 @@ def released_fgsm(model: Model, images: Tensor, labels: Tensor, *, eps: float, s
         return clean + radius * gradient.sign()
 
 
+@register_attack(white_box=False, passes=lambda options: 1)
+def released_noise(
+    model: Model, images: Tensor, labels: Tensor, *, eps: float, std: Sequence[float], seed: int = 0
+) -> Tensor:
+    """A point drawn evenly within ``eps · std``, unclipped: no search, the same on every device.
+
+    Args:
+        model, images, labels, eps, std: see :func:`released_fgsm`, as the errors.
+        seed: of the points.
+    """
+    eps = check_eps(eps)
+    with convention(model, images, labels, std) as (clean, _, scale):
+        return LinfBall.around(clean, eps * scale, clip=False).random(torch.Generator().manual_seed(seed))
+
+
 @register_attack(white_box=True, passes=lambda options: 2 + GRADIENT * STEPS)
 def released_pgd(
     model: Model,

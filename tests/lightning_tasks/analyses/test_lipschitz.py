@@ -134,6 +134,13 @@ def test_radii_are_swept_at_one_length_beside_the_bound(bert, texts, tmp_path, t
         assert {row["bound"] for row in csv.DictReader(file)} == {"nan"}
 
 
+def test_a_radius_that_overflows_is_named(tmp_path, tiny, capsys):
+    with pytest.raises(SystemExit):
+        analyze(tmp_path, *tiny[:-1], "4", "--layers", "1", "--radii", "1e30,1")
+    said = r"at R = 1e\+30: fn\(x\) holds NaN .* give other layers .* or radii \(--radii\)"
+    assert re.search(said, capsys.readouterr().err)
+
+
 def test_the_split_of_the_text_is_a_choice(bert, texts, tmp_path, tiny):
     (row, *_) = analyze(tmp_path, *tiny, "--layers", "1", "--data", "ag_news", "--split", "test", "--lengths", "4")
     import pyarrow.parquet

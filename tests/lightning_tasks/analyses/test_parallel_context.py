@@ -76,3 +76,10 @@ def test_numbers_out_of_their_range_are_refused(arguments, said, llama, texts, t
         analyze(tmp_path, llama, texts, "--samples", 1, "--context", 12, "--rest", 4, "--parts", 1, *arguments)
     assert said in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+def test_a_model_that_sees_what_follows_is_refused(bert, texts, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        analyze(tmp_path, bert, texts, "--samples", 1, "--context", 12, "--rest", 4, "--parts", "1,3")
+    assert "(BertModel) is no causal model: 'encoder.layer.0.attention.self' sees the tokens" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

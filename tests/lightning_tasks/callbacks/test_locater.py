@@ -202,6 +202,7 @@ def test_trace_scale():
         ({"weight": 1.0, "gamma": -2.0}, "gamma .* got -2.0"),
         ({"weight": 1.0, "mean_target": "first"}, "mean_target, if not 'initial', must be a finite number, got"),
         ({"weight": 1.0, "mean_target": -math.inf}, "mean_target, .* got -inf"),
+        ({"weight": 1.0, "mean_target": 5.0}, "mean_target is 5.0, and gamma=0 leaves the mean free: give gamma=1"),
         ({"weight": 1.0, "mean_target": ["initial"]}, r"mean_target, .* got \['initial'\]"),
         ({"weight": 1.0, "scale": ["trace"]}, r"scale must be one of 'frobenius', 'trace', got \['trace'\]"),
     ],

@@ -40,8 +40,9 @@ def test_no_mechanism_sees_the_future(attention):
     assert not torch.allclose(after[:, 7:], before[:, 7:])
 
 
-def test_attention_layers_chooses_where():
-    model = small(attention="rpc", attention_options={"iterations": 2}, attention_layers=[1])
+@each_row("chosen", [1, -1])
+def test_attention_layers_chooses_where(chosen):
+    model = small(attention="rpc", attention_options={"iterations": 2}, attention_layers=[chosen])
     kinds = [type(layer.attn.mechanism).__name__ for layer in model.layers]
     assert kinds == ["SoftmaxAttention", "RPCAttention"]
     assert all(isinstance(layer.attn, SelfAttention) for layer in model.layers)
@@ -109,7 +110,8 @@ def test_same_seed_same_initial_weights_for_softmax_and_uniform():
         ({"norm": "middle"}, "'pre' or 'post', got 'middle'"),
         ({"positions": "none"}, "'learned' or 'sinusoidal', got 'none'"),
         ({"num_heads": 3}, "16.*3"),
-        ({"attention_layers": [2]}, r"0 to 1, got \[2\]"),
+        ({"attention_layers": [2]}, r"-2 to 1, got \[2\]"),
+        ({"attention_layers": [-3]}, r"-2 to 1, got \[-3\]"),
         ({"attention": "sofmax"}, "Did you mean 'softmax'"),
         ({"dim": 5, "num_heads": 1, "positions": "sinusoidal"}, "even dim of at least 4, got 5"),
     ],

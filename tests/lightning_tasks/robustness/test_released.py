@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from lightning_tasks.robustness import released_fgsm, released_pgd, released_spsa
+from lightning_tasks.robustness import released_fgsm, released_noise, released_pgd, released_spsa
 from tests.lightning_tasks.robustness.models import CLASSES, MEAN, STD, batch, convolutional
 
 
@@ -36,6 +36,19 @@ def test_the_released_step_is_fgsm_of_the_normalized_network():
     functional.cross_entropy(model.network(normalized), own).backward()
     step = (released_fgsm(model, images, labels, eps=0.02, std=STD) - images) / torch.tensor(STD).view(3, 1, 1)
     assert torch.allclose(step, 0.02 * normalized.grad.sign(), atol=1e-6)
+
+
+def test_the_released_noise_is_drawn_evenly_in_normalized_units():
+    images = torch.rand(16, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    model, labels = convolutional().eval(), torch.zeros(16, dtype=torch.int64)
+    attacked = released_noise(model, images, labels, eps=0.3, std=STD, seed=1)
+    change = (attacked - images) / torch.tensor(STD).view(3, 1, 1)
+    assert change.abs().amax((0, 2, 3)).sub(0.3).abs().max() < 0.01  # in every channel
+    assert torch.allclose(change.std(), torch.tensor(0.3 / 3**0.5), rtol=0.03)
+    assert abs(change.mean()) < 0.01
+    assert attacked.min() < 0 < 1 < attacked.max()  # nothing is clipped
+    assert torch.equal(attacked, released_noise(model, images, labels, eps=0.3, std=STD, seed=1))
+    assert not torch.equal(attacked, released_noise(model, images, labels, eps=0.3, std=STD))
 
 
 def test_the_released_pgd_takes_20_steps_of_15_hundredths():

@@ -65,6 +65,10 @@ from tests.rows import each_row
         ({"word_swap": "0.5"}, "word_swap, .* got '0.5'"),
         ({"num_images": 2.5}, r"num_images must be .* got 2\.5"),
         ({"word_swap": True}, "word_swap, .* got True"),
+        ({"baseline": 3}, "baseline must be a run's table .its path., 'alexnet', or a list of both, got 3"),
+        ({"baseline": ["alexnet", None]}, r"baseline must be .* got \['alexnet', None\]"),
+        ({"imagenet_c": 3}, "imagenet_c must be the path of a folder, got 3"),
+        ({"imagenet_c": "imagenet-c", "corruptions": []}, "imagenet_c is given, and corruptions is empty"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_runs(options, says):
