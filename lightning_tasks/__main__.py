@@ -21,6 +21,7 @@ commands:
                                 override any key of the recipe: --trainer.max_steps 100 --model.mechanism rpc
                                 a class and its arguments: --model.optimizer SGD --model.optimizer.lr 0.5
                                 a section can be a file: --trainer strategy/ddp --trainer logger/wandb
+                                a job of SLURM: --executor submitit --executor.nodes 2 --executor.gpus_per_node 4
                                 classify or segment a folder of images by what a run trained:
                                 attnswap predict --ckpt_path CHECKPOINT --images FOLDER
   recipes                       list the shipped recipes: name, summary, paper, what each needs, variants
@@ -68,6 +69,11 @@ def _run(command: str, arguments: list[str]) -> None:
     """Run one command; what can be refused without importing torch is."""
     from lightning_tasks.errors import UsageError
 
+    if command == "fit" and any(each.partition("=")[0] == "--executor" for each in arguments):
+        from lightning_tasks.compare.cluster.submit import submit_fit
+
+        submit_fit(arguments)
+        return
     if command in RECIPE_COMMANDS:
         from lightning_tasks.cli.asked import check_asked, named_recipe
 

@@ -53,6 +53,22 @@ def cell_parser() -> argparse.ArgumentParser:
     return arguments
 
 
+def executor_parser(given: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of `--executor` and of those `--executor.KEY` that are given."""
+    arguments = argparse.ArgumentParser(prog="attnswap", add_help=False, allow_abbrev=False)
+    arguments.add_argument(
+        "--executor",
+        action=Once,
+        choices=["submitit"],
+        help="submit what is asked for as jobs (of --plan one a cell), and end; --executor.KEY VALUE are options of "
+        "submitit's AutoExecutor (timeout_min, nodes, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), "
+        "and cluster: slurm or local",
+    )
+    for option in dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--executor.")):
+        arguments.add_argument(option, action=Once, dest=option[2:], help=argparse.SUPPRESS)
+    return arguments
+
+
 def executor_options(options: argparse.Namespace) -> dict[str, Any]:
     """What `--executor.KEY VALUE` say, numbers as numbers."""
     import yaml
@@ -77,6 +93,7 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     """The parser of `attnswap compare`; for `--status` there is no `--output`."""
     arguments = argparse.ArgumentParser(
         prog="attnswap compare",
+        parents=[executor_parser(given)],
         allow_abbrev=False,
         description=DESCRIPTION,
         epilog=FILE_FORM,
@@ -90,15 +107,6 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     arguments.add_argument(
         "--plan", action="store_true", help="run nothing, and print a command for each cell, for a scheduler of yours"
     )
-    arguments.add_argument(
-        "--executor",
-        action=Once,
-        choices=["submitit"],
-        help="submit the cells of --plan as jobs, and end; --executor.KEY VALUE are options of submitit's AutoExecutor "
-        "(timeout_min, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), and cluster: slurm or local",
-    )
-    for option in dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--executor.")):
-        arguments.add_argument(option, action=Once, dest=option[2:], help=argparse.SUPPRESS)
     arguments.add_argument(
         "--status", action="store_true", help="CONFIG is the folder of a plan: say what became of its cells"
     )

@@ -1,16 +1,21 @@
-"""The cells of a plan as jobs of submitit: on SLURM, or, to try it, as processes of this machine."""
+"""The cells of a plan, or a fit, as jobs of submitit: on SLURM, or, to try it, as processes of this machine."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attention_modules.extras import needed_for
+from lightning_tasks.cli.asked import check_asked, named_recipe, value_of
+from lightning_tasks.compare.arguments import executor_options, executor_parser, without_executor
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.errors import UsageError, reason
+from lightning_tasks.runs.folder import RUNS
 
 JOBS = "jobs"
 _ENDED = (0, 3, 75)  # finished, diverged, run by another process
@@ -46,6 +51,55 @@ class CellJob:
         return DelayedSubmission(self)
 
 
+class FitJob:
+    """Runs one fit, on as many nodes and processes as the job has; queued again, it goes on from its last checkpoint.
+
+    Args:
+        arguments: of `attnswap`.
+        root: the folder of the runs, in which checkpoints are looked for.
+    """
+
+    def __init__(self, arguments: Sequence[str], root: str) -> None:
+        self.arguments, self.root = [*arguments], root
+        self.began = time.time() - 1.0  # file systems have coarser clocks
+
+    def __call__(self) -> None:
+        """Run it.
+
+        Raises:
+            RuntimeError: it failed, or was refused.
+        """
+        status = subprocess.run([sys.executable, "-m", "attnswap", *self.arguments], check=False).returncode
+        if status:
+            raise RuntimeError(f"attnswap {shlex.join(self.arguments)} ended with {status}")
+
+    def checkpoint(self) -> Any:
+        """What submitit queues when SLURM takes the machine away or its time is over."""
+        from submitit.helpers import DelayedSubmission
+
+        goes_on = any(argument.partition("=")[0] == "--ckpt_path" for argument in self.arguments)
+        if not goes_on and any(file.stat().st_mtime >= self.began for file in Path(self.root).rglob("*.ckpt")):
+            self.arguments += ["--ckpt_path", "last"]
+        return DelayedSubmission(self)
+
+
+def submit_fit(arguments: Sequence[str]) -> None:
+    """Submit `attnswap fit ... --executor submitit` as one job, once its configuration was parsed and its module built.
+
+    Raises:
+        UsageError: the fit is refused, or as :func:`submit`.
+    """
+    from lightning_tasks.cli.fit import check_arguments
+
+    options = executor_parser(arguments).parse_known_args(arguments)[0]
+    fit = named_recipe(without_executor(arguments))
+    check_asked(fit)
+    check_arguments(fit)
+    job = FitJob(fit, value_of(fit, "--trainer.default_root_dir") or str(RUNS))
+    (number,) = _submitted([job], Path(JOBS), executor_options(options))
+    print(f"submitted the job {number}; its log is in {JOBS}")
+
+
 def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> list[str]:
     """Submit the cells that are not finished, as one array of jobs; return the numbers of the jobs.
 
@@ -58,17 +112,21 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
         UsageError: submitit refuses an option, or cannot submit.
         ModuleNotFoundError: submitit is not installed.
     """
+    output = output.resolve()
+    waiting = [CellJob(str(output), cell.name, cell.seed) for cell in cells if not cell.is_finished()]
+    return _submitted(waiting, output / JOBS, options)
+
+
+def _submitted(jobs: Sequence[Any], folder: Path, options: Mapping[str, Any]) -> list[str]:
     with needed_for("--executor submitit", "slurm"):
         import submitit
 
-    output, given = output.resolve(), dict(options)
+    given = dict(options)
     try:
-        executor = submitit.AutoExecutor(folder=output / JOBS, cluster=given.pop("cluster", None))
+        executor = submitit.AutoExecutor(folder=folder, cluster=given.pop("cluster", None))
         executor.update_parameters(name="attnswap", **given)
         with executor.batch():
-            jobs = [
-                executor.submit(CellJob(str(output), cell.name, cell.seed)) for cell in cells if not cell.is_finished()
-            ]
+            submitted = [executor.submit(job) for job in jobs]
     except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(f"--executor submitit: {reason(error)}") from error
-    return [str(job.job_id) for job in jobs]
+    return [str(job.job_id) for job in submitted]

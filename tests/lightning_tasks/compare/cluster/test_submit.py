@@ -7,11 +7,11 @@ import pytest
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.arguments import executor_options, parser, without_executor
-from lightning_tasks.compare.cluster.submit import CellJob
+from lightning_tasks.compare.cluster.submit import CellJob, FitJob
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.recipes.variants import read_variants
 
-submitit = pytest.importorskip("submitit")
+LocalJob = pytest.importorskip("submitit.local.local").LocalJob
 SBATCH = """#!/bin/bash
 for file; do :; done
 cp "$file" "$ASKED"
@@ -38,7 +38,9 @@ def test_processes_of_this_machine_finish_the_cells(comparison, tmp_path, capsys
     assert "submitted 0 jobs;" in capsys.readouterr().out
 
 
-def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def stub(tmp_path, monkeypatch):
+    """`sbatch` writes what it was asked for into a file."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("sbatch", "srun"):
@@ -46,15 +48,54 @@ def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, 
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked.sh"))
+    return tmp_path / "asked.sh"
+
+
+def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, capsys, stub):
     options = {"cluster": "slurm", "timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
     given = [f"--executor.{key}={value}" for key, value in options.items()]
     compare(comparison, tmp_path / "out", "--executor=submitit", *given, "--executor.slurm_array_parallelism", "2")
     assert "submitted 3 jobs: 42_0 to 42_2; their logs are in " in capsys.readouterr().out
-    asked = (tmp_path / "asked.sh").read_text()
+    asked = stub.read_text()
     for line in ("array=0-2%2", "time=90", "gpus-per-node=1", "partition=long", "job-name=attnswap", "signal=USR2@90"):
         assert f"#SBATCH --{line}\n" in asked
     job = CellJob("out", "slow", 0)
     assert job.checkpoint().function is job
+
+
+def test_a_fit_is_one_job_on_several_nodes_that_goes_on_where_it_was(demo, tmp_path, capsys, stub, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"cluster": "slurm", "nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "timeout_min": 30}
+    given = [f"--executor.{key}={value}" for key, value in options.items()]
+    main(["fit", str(demo), "--trainer.num_nodes=2", "--executor", "submitit", *given])
+    assert "submitted the job 42; its log is in jobs" in capsys.readouterr().out
+    asked = stub.read_text()
+    for line in ("nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "time=30", "signal=USR2@90"):
+        assert f"#SBATCH --{line}\n" in asked
+    job = FitJob(["fit", "--config", str(demo)], "runs")
+    assert job.checkpoint().function.arguments == ["fit", "--config", str(demo)]
+    (tmp_path / "runs" / "demo" / "version_0").mkdir(parents=True)
+    (tmp_path / "runs" / "demo" / "version_0" / "last.ckpt").touch()
+    for _ in range(2):
+        assert job.checkpoint().function.arguments[3:] == ["--ckpt_path", "last"]
+
+
+def test_a_fit_runs_on_this_machine(demo, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(
+        ["fit", "--config", str(demo), "--executor", "submitit", "--executor.cluster=local", "--executor.timeout_min=5"]
+    )
+    number = capsys.readouterr().out.partition("submitted the job ")[2].partition(";")[0]
+    LocalJob(tmp_path / "jobs", number).result()
+    assert list(tmp_path.glob("runs/demo/version_0/metrics.csv"))
+
+
+@pytest.mark.parametrize("wrong", ["--model.rates=1", "--executor.gpu=1"])
+def test_a_fit_that_is_refused_is_not_submitted(demo, wrong, stub, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", str(demo), "--executor", "submitit", "--executor.cluster=slurm", wrong])
+    assert stop.value.code == 2
+    assert not stub.exists()
 
 
 def test_an_option_that_submitit_does_not_know_is_refused(comparison, tmp_path, capsys):
