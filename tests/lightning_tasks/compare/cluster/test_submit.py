@@ -3,6 +3,7 @@
 import os
 import pickle
 import time
+from pathlib import Path
 
 import pytest
 
