@@ -84,6 +84,7 @@ def test_a_fit_is_one_job_on_several_nodes_that_goes_on_where_it_was(demo, tmp_p
 
 def test_a_fit_runs_on_this_machine(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[4]))
     main(
         ["fit", "--config", str(demo), "--executor", "submitit", "--executor.cluster=local", "--executor.timeout_min=5"]
     )
