@@ -23,6 +23,7 @@ from lightning_tasks.files.resume import (
 from lightning_tasks.files.stored import check_checkpoint
 from lightning_tasks.files.swaps import warn_of_other_attention
 from lightning_tasks.files.weights import read_checkpoint, refuse_other_layout
+from lightning_tasks.training.configure_hook import swap_now
 from lightning_tasks.training.hparams import import_object, plain_data
 from lightning_tasks.training.optimization import (
     build_optimizer,
@@ -33,6 +34,7 @@ from lightning_tasks.training.optimization import (
     scheduler_spec,
     step_timm,
 )
+from lightning_tasks.training.sharding import shard_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -144,16 +146,13 @@ class BaseTask(LightningModule):
     def configure_model(self) -> None:
         """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint.
 
-        Raises:
-            ValueError: under ``ModelParallelStrategy``, which would train unsharded copies that drift apart unsaid.
+        Under ``ModelParallelStrategy`` (``strategy/fsdp2``) callbacks swap attention now, and the blocks are sharded.
         """
-        if self._device_mesh is not None:
-            raise ValueError(
-                f"{type(self).__name__} does not shard itself, as ModelParallelStrategy (strategy/fsdp2) asks of a "
-                "module: train it with strategy/ddp, or write a module that does (docs/scaling.md)"
-            )
         if self.model is None:
             self.model = self.build_model()
+            if self._device_mesh is not None:
+                swap_now(self)
+                shard_blocks(self.model, self._device_mesh["data_parallel"])
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states, so that a resumed run draws the dropout that the uninterrupted one would have."""

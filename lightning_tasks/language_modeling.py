@@ -168,8 +168,11 @@ class LanguageModelingTask(BaseTask):
 
     @property
     def _tokens_at_once(self) -> int | None:
-        """How many tokens' logits exist together; None (all) where a model's logits are more than its head's output."""
-        return self.hparams["chunk_size"] if self._has_plain_head else None
+        """How many tokens' logits exist together; None (all) where a model's logits are more than its head's output.
+
+        All too where FSDP2 shards the model: it gathers weights for the forward pass of the whole.
+        """
+        return self.hparams["chunk_size"] if self._has_plain_head and self._device_mesh is None else None
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the losses and number of the tokens that count."""

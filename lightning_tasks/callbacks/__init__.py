@@ -3,7 +3,6 @@
 from lightning_tasks.callbacks.attention_maps import AttentionMapLogger
 from lightning_tasks.callbacks.attention_monitor import AttentionMonitor
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.configure_hook import swap_now
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.heal import Heal
@@ -27,6 +26,7 @@ from lightning_tasks.callbacks.swap import SwapAttention
 from lightning_tasks.callbacks.writing.prediction_table import PredictionTable
 from lightning_tasks.callbacks.writing.run_summary import RunSummary
 from lightning_tasks.callbacks.writing.segmentation_overlay import SegmentationOverlay
+from lightning_tasks.training.configure_hook import swap_now
 
 __all__ = [
     "AttentionDiversification",

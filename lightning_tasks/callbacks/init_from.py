@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.callbacks.configure_hook import after_configure_model
 from lightning_tasks.files.weights import adopt_plain_weights, read_checkpoint
+from lightning_tasks.training.configure_hook import after_configure_model
 
 
 class InitFromCheckpoint(Callback):

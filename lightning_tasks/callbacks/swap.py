@@ -24,7 +24,6 @@ from attention_modules.mechanism import (
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
-from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.files.swaps import (
     PLAIN,
     PLANS,
@@ -37,6 +36,7 @@ from lightning_tasks.files.swaps import (
 )
 from lightning_tasks.files.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
+from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.hparams import import_path, plain_data
 from lightning_tasks.training.limits import check_layer_choice
 from lightning_tasks.training.mechanisms import plain_name

@@ -26,10 +26,10 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
+from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.eager import eager
 

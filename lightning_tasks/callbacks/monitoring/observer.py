@@ -16,8 +16,8 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.callbacks.monitoring.names import listed
+from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_layer_choice
 

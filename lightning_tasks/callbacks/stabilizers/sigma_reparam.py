@@ -29,8 +29,8 @@ from lightning_tasks.callbacks.base import (
     refuse_flat_shards,
 )
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
-from lightning_tasks.callbacks.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.files.swaps import overrides
+from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.limits import check_layer_choice
 
 

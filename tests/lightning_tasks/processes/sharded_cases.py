@@ -77,11 +77,54 @@ def fit(kind: type[Sharded], callbacks: list[Any], devices: int) -> dict[str, An
     return {"logged": {name: float(value) for name, value in run.callback_metrics.items()}, "weights": weights}
 
 
-def task_error() -> str:
-    """What a task, which does not shard itself, says."""
-    run = pl.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(2, 1), logger=False)
+def task_of(kind: str, devices: int) -> tuple[Any, Any]:
+    """A task of ours, of text in float64 and without chunks of the loss, and data of one step an epoch."""
+    task, data = task_and_data(kind, 4 // devices, 4, 4)
+    if kind == "text":
+        build = task.build_model
+        task.build_model = lambda: build().double()
+        task.hparams["chunk_size"] = None
+    return task, data
+
+
+def trainer_of(kind: str, strategy: Any, **given: Any) -> pl.Trainer:
+    swap = [SwapAttention("rpc", layers=[0])] if kind == "text" else []
+    watch = [LocAteR(0.05), AttentionMonitor(every_n_steps=1), SpectrumMonitor(every_n_steps=1)]
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return pl.Trainer(callbacks=[*swap, *watch], strategy=strategy, accelerator="cpu", max_epochs=3, **given, **quiet)
+
+
+def fit_task(kind: str, folder: Path, devices: int) -> dict[str, Any]:
+    """A task that shards itself: its losses and its whole weights; its checkpoint is written into a folder."""
+    strategy: Any = ModelParallelStrategy(devices, 1, timeout=STALL) if devices > 1 else "auto"
+    (task, data), run = task_of(kind, devices), trainer_of(kind, strategy, devices=devices)
+    run.fit(task, data)
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    if devices > 1:
+        run.save_checkpoint(folder / f"{kind}.ckpt")
+    weights = {name: whole(weight) for name, weight in task.named_parameters()}
+    sharded = [name for name, weight in task.named_parameters() if hasattr(weight, "full_tensor")]
+    return {"logged": logged, "weights": weights, "sharded": sharded}
+
+
+def loaded(kind: str, folder: Path) -> dict[str, Any]:
+    """The same from the checkpoint of two processes on one, and how many steps a fit counts that goes on there."""
+    run, (task, data) = trainer_of(kind, ModelParallelStrategy(1, 1), devices=1), task_of(kind, 1)
+    given = {"ckpt_path": folder / f"{kind}.ckpt", "weights_only": False}
+    run.validate(task, data, verbose=False, **given)
+    found = {"loss": float(run.callback_metrics["val/loss"]), "weights": {}}
+    found["weights"] = {name: whole(weight) for name, weight in task.named_parameters()}
+    again, (task, data) = trainer_of(kind, ModelParallelStrategy(1, 1), devices=1), task_of(kind, 1)
+    again.fit_loop.max_epochs = 5
+    again.fit(task, data, **given)
+    return {**found, "steps": again.global_step}
+
+
+def selection_error() -> str:
+    """What a task says whose model has no blocks."""
+    run = pl.Trainer(accelerator="cpu", devices=2, strategy=ModelParallelStrategy(2, 1, timeout=STALL), logger=False)
     try:
-        run.validate(*task_and_data("text", 1, 1, 1), verbose=False)
+        run.validate(*task_and_data("selection", 1, 1, 1), verbose=False)
     except ValueError as error:
         return str(error)
     return ""
@@ -97,7 +140,7 @@ def callbacks() -> list[Any]:
     return [LocAteR(0.05, layers=[1]), SpectrumMonitor(**every), *shown]
 
 
-def main(devices: int) -> dict[str, Any]:
+def main(devices: int, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     found = {
         "before": fit(Sharded, [SwapAttention("rpc", layers=[0]), *callbacks()], devices),
@@ -106,13 +149,17 @@ def main(devices: int) -> dict[str, Any]:
         "decayed": fit(NeverAsks, [QKWeightDecay(0.1), LocAteR(0.05)], devices),
         "frozen": fit(NeverAsks, [FreezeQK(layers=[1])], devices),
     }
+    found |= {kind: fit_task(kind, folder, devices) for kind in ("images", "text", "masks")}
     if devices > 1:
-        found["task"] = {"error": task_error()}
+        found["no blocks"] = {"error": selection_error()}
         found["lipschitz"] = fit(NeverAsks, [LipschitzMonitor()], devices)
         found["late"] = fit(NeverAsks, [SwapAttention("rpc", layers=[0])], devices)
     return found
 
 
 if __name__ == "__main__":
-    result = main(int(sys.argv[2]))
-    torch.save(result, Path(sys.argv[1]) / f"result_{torch.distributed.get_rank()}.pt")
+    torch.set_num_threads(1)
+    place, devices = Path(sys.argv[1]), int(sys.argv[2])
+    result = main(devices, place) if devices > 1 else loaded("text", place)
+    name = f"result_{torch.distributed.get_rank()}.pt" if devices > 1 else "loaded.pt"
+    torch.save(result, place / name)

@@ -7,8 +7,6 @@ from functools import partial
 
 import lightning.pytorch as pl
 
-from lightning_tasks.callbacks.base import Callback
-
 Action = Callable[[pl.LightningModule], None]
 
 
@@ -31,7 +29,7 @@ def _pending_actions(pl_module: pl.LightningModule) -> dict[int, tuple[int, Acti
     return None
 
 
-def after_configure_model(pl_module: pl.LightningModule, owner: Callback, action: Action) -> None:
+def after_configure_model(pl_module: pl.LightningModule, owner: pl.Callback, action: Action) -> None:
     """Have ``action(pl_module)`` run at the end of ``configure_model``, once for each owner.
 
     By then the network exists, whether it was built in ``__init__``, ``setup`` or ``configure_model``; no weights
@@ -76,7 +74,7 @@ def swap_now(pl_module: pl.LightningModule) -> None:
         action(pl_module)
 
 
-def forget_actions(pl_module: pl.LightningModule, owner: Callback) -> None:
+def forget_actions(pl_module: pl.LightningModule, owner: pl.Callback) -> None:
     """Undo :func:`after_configure_model` for an owner."""
     actions = _pending_actions(pl_module)
     if actions is None:
