@@ -170,8 +170,13 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
     """What is known; of a LightningModule's example, where the sizes of one of these layers cannot be told else."""
     example, found = getattr(model, "example_input_array", None), survey(model)
-    described = (describe(found, layer) for layer in found.layers if layer.name in names)
-    return known() if example is None or all(layer.spec.told for layer in described) else record_of(model, example)
+    if example is None or known().calls:
+        return known()
+    try:
+        described = (describe(found, layer) for layer in found.layers if layer.name in names)
+        return known() if all(layer.spec.told for layer in described) else record_of(model, example)
+    except AttentionSwapError:  # a declaration that needs the example
+        return record_of(model, example)
 
 
 @torch.inference_mode(False)

@@ -176,7 +176,8 @@ class Jacobian:
         if bool((w[1::2] != 0).any()):
             raise ValueError(
                 "fn mixes the samples of a batch, which must be independent (batch normalization in training, say): "
-                "put it in eval mode, or give one sample at a time"
+                "put it in eval mode, or give one sample at a time; a layer that takes [tokens, batch, features] "
+                "needs an attribute batch_first = False"
             )
         u, w, v, out = (each[::2].cpu().double() for each in (u, w, v, out))  # not every device has float64
         apart = ((u * out).sum(1) - (w * v).sum(1)).abs()

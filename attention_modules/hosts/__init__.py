@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Host
 from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, only_cross, select, survey
+from attention_modules.hosts.sdpa.record import knowing, own_record
 from attention_modules.hosts.table import known_hosts
 
 __all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]
@@ -29,15 +31,33 @@ def attention_layers(
         exclude: as ``where``, taken out of the selection.
 
     Raises:
-        AttentionSwapError: if nothing matches, or cross-attention alone, a pattern matches nothing, or an index is out
-            of range.
+        AttentionSwapError: if nothing matches, or cross-attention alone, a pattern matches nothing, an index is out of
+            range, or a declaration does not fit.
     """
+    try:
+        described = _described(model, where, layers, exclude)
+    except AttentionSwapError:
+        own = own_record(model)
+        if own is None:
+            raise
+    else:
+        own = None if all(layer.spec.told for layer in described) else own_record(model)
+        if own is None:
+            return described
+    with knowing(own):
+        return _described(model, where, layers, exclude)
+
+
+def _described(
+    model: nn.Module, where: Selector | None, layers: int | Sequence[int] | None, exclude: Selector
+) -> list[AttentionLayer]:
     found = survey(model)
     chosen, _ = select(found, where, layers, exclude)
     selves = [layer for layer in chosen if not layer.cross]
     if not selves:
         raise AttentionSwapError(only_cross(chosen, where))
-    return [describe(found, layer) for layer in selves]
+    described = (describe(found, layer) for layer in selves)
+    return [replace(layer, host=layer.host.bound(layer.module)) for layer in described]
 
 
 def describe(found: Survey, layer: Found) -> AttentionLayer:

@@ -167,6 +167,14 @@ class Host(ABC):
         """Whether the queries of the layer, which has this name in the model, are no tokens of its keys' sequence."""
         return False
 
+    def bound(self, layer: nn.Module) -> Host:
+        """This host with what a call showed of the layer, for as long as that is read."""
+        return self
+
+    def batch_first(self, layer: nn.Module) -> bool:
+        """Whether the layer is given ``[B, N, C]``, and not ``[N, B, C]``."""
+        return bool(getattr(layer, "batch_first", True))
+
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
         """The sequence length where the model around the layer fixes it (``ancestors``: outermost first)."""
         return None

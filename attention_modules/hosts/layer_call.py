@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_modules.hosts.base import Host
+from attention_modules.hosts.discovery import host_of
 from attention_modules.hosts.torch import same_view
 from attention_modules.sharing import Link
 
@@ -41,6 +43,7 @@ class LayerCall:
     args: list[Any]
     kwargs: dict[str, Any]
     others: dict[int, Tensor] = field(default_factory=dict)
+    batch_first: bool = True
 
     @classmethod
     def of(
@@ -51,6 +54,7 @@ class LayerCall:
         num_heads: int | None = None,
         num_samples: int | None = None,
         max_tokens: int | None = None,
+        host: Host | None = None,
     ) -> LayerCall:
         """Copies of what a forward pre-hook was given, the first samples and tokens of it, in 32 bits or more.
 
@@ -61,6 +65,7 @@ class LayerCall:
             num_heads: H where masks ``[B * H, N, N]`` are to be cut with the samples.
             num_samples: how many; all where None.
             max_tokens: how many at most; all where None.
+            host: that of the layer, where it is known.
 
         Raises:
             ValueError: if the first tensor among the arguments is no sequence of tokens, or keys or values come from
@@ -81,7 +86,9 @@ class LayerCall:
                     f"its {name} {tuple(value.shape)} is another tensor than its input {tuple(given.shape)} (reduced "
                     "keys, or cross-attention), so that it is no function of its input alone"
                 )
-        x = given if _batch_first(module) else given.transpose(0, 1)
+        host = host_of(module) if host is None else host
+        batch_first = bool(getattr(module, "batch_first", True)) if host is None else host.batch_first(module)
+        x = given if batch_first else given.transpose(0, 1)
         batch, tokens, _ = x.shape
         samples, kept = min(batch, num_samples or batch), min(tokens, max_tokens or tokens)
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -102,10 +109,10 @@ class LayerCall:
         link: Link | None = getattr(module, "link", None)
         others = {} if link is None else {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in link.given().items()}
         own = _own(x[:samples, :kept].to(dtype))
-        return cls(module, own, tokens, [cut("", value) for value in args], names, others)
+        return cls(module, own, tokens, [cut("", value) for value in args], names, others, batch_first)
 
     def __call__(self, x: Tensor) -> Tensor:
-        inner = x if _batch_first(self.module) else x.transpose(0, 1)
+        inner = x if self.batch_first else x.transpose(0, 1)
         state = {
             name: tensor.detach().to(x.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers())
@@ -125,11 +132,7 @@ class LayerCall:
                 f"{x.shape[1]}, as its position bias, rope or windows fix their number ({error})"
             ) from error
         out = out[0] if isinstance(out, (tuple, list)) else out
-        return out if _batch_first(self.module) else out.transpose(0, 1)
-
-
-def _batch_first(module: nn.Module) -> bool:
-    return bool(getattr(module, "batch_first", True))
+        return out if self.batch_first else out.transpose(0, 1)
 
 
 def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

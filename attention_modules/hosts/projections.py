@@ -64,12 +64,15 @@ class Projections:
         """
         found: dict[str, Tensor] = {}
         for path, letters in self.parts:
-            letters = self._present(layer, letters)
-            if letters:
+            if self._present(layer, letters):
                 source = x if asking is None or letters != "q" else asking
-                heads = self._heads(self._project(layer, path, source), letters, widths)
-                found.update(zip(letters, heads, strict=True))
+                found.update(self.made(layer, path, letters, source, widths))
         return found.get("q"), found["k"], found["v"]
+
+    def made(self, layer: Any, path: str, letters: str, x: Tensor, widths: Widths) -> dict[str, Tensor]:
+        """Those of q, k and v ``[B, H, N, d]`` that one of the projections makes of ``[B, N, C]``."""
+        letters = self._present(layer, letters)
+        return dict(zip(letters, self._heads(self._project(layer, path, x), letters, widths), strict=True))
 
     def _heads(self, y: Tensor, letters: str, widths: Widths) -> list[Tensor]:
         """Of ``[B, N, features]`` or ``[B, features, h, w]``, split before it is turned: gradients keep the layout."""
@@ -123,9 +126,9 @@ class Projections:
         query, key = (Rows(layer, 0, widths.features(letter), f"{letter}_bias") for letter in "qk")
         return (query if self._present(layer, "q") else None), key
 
-    def input_width(self, layer: Any) -> int:
-        """C."""
-        projection: Any = layer.get_submodule(self._holder("k"))
+    def input_width(self, layer: Any, letter: str = "k") -> int:
+        """C, of what keys are made of, or queries or values."""
+        projection: Any = layer.get_submodule(self._holder(letter))
         return projection.in_channels if hasattr(projection, "in_channels") else projection.in_features
 
     def query_refusal(self, layer: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts import attention_layers
-from attention_modules.hosts.base import PLAN
+from attention_modules.hosts.base import PLAN, Host
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.mechanism import check_options, mechanism_class
 from lightning_tasks.errors import UsageError
@@ -94,11 +94,12 @@ def _hooked(model: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterat
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer by its name in the model; ``num_heads`` where a host knows it."""
+    """A layer by its name in the model; ``num_heads`` and ``host`` where a host knows it."""
 
     name: str
     module: nn.Module
     num_heads: int | None
+    host: Host | None = None
 
 
 def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False) -> Subject:
@@ -273,7 +274,7 @@ def choose_layers(model: nn.Module, text: str | None) -> list[Layer]:
         found = attention_layers(model, layers=indices or None)
     except AttentionSwapError as error:
         raise ValueError(f"{error}. --layers also takes names of modules, as 'encoder.*.attention'") from error
-    return [Layer(layer.name, layer.module, layer.spec.num_heads) for layer in found]
+    return [Layer(layer.name, layer.module, layer.spec.num_heads, layer.host) for layer in found]
 
 
 class _Seen(Exception):
@@ -292,7 +293,8 @@ def layer_calls(subject: Subject, inputs: Tensor, layers: Sequence[Layer], max_t
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index not in calls:
                 try:
-                    calls[index] = LayerCall.of(module, args, kwargs, layers[index].num_heads, max_tokens=max_tokens)
+                    heads, host = layers[index].num_heads, layers[index].host
+                    calls[index] = LayerCall.of(module, args, kwargs, heads, max_tokens=max_tokens, host=host)
                 except ValueError as error:
                     raise UsageError(f"layer {layers[index].name!r}: {error}; choose others with --layers") from error
                 if len(calls) == len(layers):

@@ -203,11 +203,11 @@ class LipschitzMonitor(LayerObserver):
         self, index: int, layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if index not in self._calls:
-            take = partial(LayerCall.of, module, args, kwargs, layer.spec.num_heads, self.num_samples)
+            take = partial(LayerCall.of, module, args, kwargs, layer.spec.num_heads, self.num_samples, host=layer.host)
             try:
-                call = take(self.max_tokens)
+                call = take(max_tokens=self.max_tokens)
                 is_cut = call.x.shape[1] < call.tokens
-                self._calls[index] = [call, take(None)] if is_cut else [call]
+                self._calls[index] = [call, take()] if is_cut else [call]
             except ValueError as error:
                 raise ValueError(f"LipschitzMonitor on {layer.name!r}: {error}; leave it out with exclude") from error
 

@@ -17,7 +17,7 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
-from attention_modules.hosts.sdpa.record import Call, Seam, known, tried
+from attention_modules.hosts.sdpa.record import Call, Seam, Source, known, tried
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import did_you_mean
@@ -42,13 +42,14 @@ def declare_host(
 
     Without it a mechanism that uses queries acts in such a class already. With it those without a query do, and
     spectra, LocAteR, QKClip and DriftMonitor read its weights. Before a layer is swapped, one call of it is compared
-    with what the declared projections give.
+    with what the declared projections give: of ``[B, N, C]`` or ``[N, B, C]``, and each of them of the input that the
+    call used, so that cross-attention shows itself.
 
     Args:
         kind: the class, or its import path; its subclasses are of it.
         heads: attribute that holds the number of heads, such as ``"n_head"`` or ``"config.n_head"``, or the number.
         qkv: name of the linear layer of queries, keys and values together: as ``[q | k | v]``, or head by head.
-        q, k, v: names of the three, where they are apart.
+        q, k, v: names of the three, where they are apart; each may project another input.
         kv: of keys and values together, beside ``q``.
         out: of the output projection, for :func:`attnswap.analysis.layer_lipschitz_bound`.
         kv_heads: as ``heads``, where groups of query heads share keys and values.
@@ -89,6 +90,18 @@ def declare_host(
         raise TypeError(f"declare qkv=, or q= and kv=, or q=, k= and v=; got {', '.join(given) or 'none'}")
     parts = tuple((path, letters) for letters, path in given.items())
     register_host(DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm))
+
+
+_LETTERS = {"q": "queries", "k": "keys", "v": "values"}
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How far q, k or v of a call are from what a declared projection gives, as shares of the largest entry."""
+
+    source: Source
+    apart: float
+    lengths: float  # of their vectors, which rotary positions keep
 
 
 class JointWithoutQuery(WithoutQuery):
@@ -139,42 +152,69 @@ class DeclaredHost(SDPAHost):
         """
         if isinstance(layer, SwappedSDPA):
             return layer.seam
+        if self._known is not None:
+            return self._known
         widths = self._widths(layer)
-        record = known() if layer in known().inside else tried(layer)
+        record = known() if layer in known().inside else tried(layer, self._inputs(layer))
         calls, times = record.inside.get(layer, []), record.each_forward(layer)
-        if times != 1 or calls[0].source(layer) is None:
-            raise AttentionSwapError(
-                f"the declaration of {self.kind.__name__} cannot be checked, as "
-                + (_no_source(times) if calls else _no_call(layer))
-            )
+        if times != 1:
+            raise self._unchecked(f"it calls scaled_dot_product_attention {times} times" if calls else _no_call(layer))
         return self._checked(layer, calls[0], widths)
 
+    def _unchecked(self, reason: str) -> AttentionSwapError:
+        return AttentionSwapError(f"the declaration of {self.kind.__name__} cannot be checked, as {reason}")
+
+    def _inputs(self, layer: nn.Module) -> list[int]:
+        """Widths of the sequences of which queries and keys are made."""
+        return [Projections(self.parts).input_width(layer, letter) for letter in "qk"]
+
     def _checked(self, layer: nn.Module, call: Call, widths: Widths) -> Seam:
-        x: Any = call.source(layer)
-        apart: dict[str, float] = {}
-        close = torch.finfo(x.dtype).eps ** 0.5
+        closest: list[_Fit] = []
         for by_head in (False, True) if self.parts[0][1] == "qkv" else (False,):
-            try:
-                with torch.no_grad(), unobserved(layer):
-                    q, k, v = Projections(self.parts, by_head).split(layer, x, widths)
-            except RuntimeError:  # its features cannot be split into these heads
-                apart = apart or dict.fromkeys("qkv", float("inf"))
-                continue
-            assert q is not None  # no query is dropped yet
-            found = {"q": _apart(q, call.q), "k": _apart(k, call.k), "v": _apart(v, call.v)}
-            turned = max(found["q"], found["k"]) > close
-            lengths = _apart(*(made.norm(dim=-1, keepdim=True) for made in (q, call.q)))
-            if found["v"] <= close and (self.query_norm is not None or lengths <= close):
-                return replace(call.seam(layer), by_head=by_head, turned=turned and self.query_norm is None)
-            if not apart or found["v"] < apart["v"]:
-                apart = found
-        paths, shown = ", ".join(path for path, _ in self.parts), ", ".join(f"{n} by {a:.2g}" for n, a in apart.items())
+            q, k, v = fits = [self._fit(layer, call, letter, widths, by_head) for letter in "qkv"]
+            close, normed = torch.finfo(q.source.x.dtype).eps ** 0.5, self.query_norm is not None
+            if v.apart <= close and (normed or max(q.lengths, k.lengths) <= close):
+                seam = call.seam(layer)
+                return replace(
+                    seam,
+                    dim=q.source.x.shape[-1],
+                    cross=seam.cross or q.source.place != k.source.place,
+                    by_head=by_head,
+                    turned=not normed and max(q.apart, k.apart) > close,
+                    batch_first=q.source.batch_first,
+                    asking=q.source.place,
+                )
+            if not closest or v.apart < closest[2].apart:
+                closest = fits
+        paths = ", ".join(path for path, _ in self.parts)
+        shown = ", ".join(f"{letter} by {fit.apart:.2g}" for letter, fit in zip("qkv", closest, strict=True))
         raise AttentionSwapError(
             f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not "
             f"what scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number "
             "of heads (kv_heads= where keys have fewer), and query_norm= where it normalizes queries; a joint one "
             "must lie as [q | k | v] or head by head"
         )
+
+    def _fit(self, layer: nn.Module, call: Call, letter: str, widths: Widths, by_head: bool) -> _Fit:
+        """Of q, k or v, what its declared projection gives of the input from which it is least apart."""
+        its: Tensor = getattr(call, letter)
+        path, letters = next(part for part in self.parts if letter in part[1])
+        fits = []
+        for source in call.sources(layer, its):
+            try:
+                with torch.no_grad(), unobserved(layer):
+                    mine = Projections(self.parts, by_head).made(layer, path, letters, source.x, widths)[letter]
+            except RuntimeError:  # its features cannot be split into these heads, or it takes another width
+                fits.append(_Fit(source, float("inf"), float("inf")))
+                continue
+            norms = (made.norm(dim=-1, keepdim=True) for made in (mine, its))
+            fits.append(_Fit(source, _apart(mine, its), _apart(*norms)))
+        if not fits:
+            raise self._unchecked(
+                f"its {_LETTERS[letter]} are made of none of its inputs [B, N, C] or [N, B, C]; undeclared, mechanisms "
+                "with a query work"
+            )
+        return min(fits, key=lambda fit: (fit.lengths, fit.apart))
 
     def _widths(self, layer: nn.Module) -> Widths:
         heads, key_heads = (self._number(layer, of) for of in (self.heads, self.key_heads))
@@ -217,10 +257,16 @@ class DeclaredHost(SDPAHost):
         """Where the layer holds its queries, keys and values."""
         return Projections(self.parts, self.seam(layer).by_head)
 
+    def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
+        try:
+            return super().is_cross(layer, parent, name)
+        except AttentionSwapError:  # said where the layer is chosen
+            return False
+
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         widths, seam = self._widths(layer), self.seam(layer)
         return AttentionSpec(
-            self.projections(layer).input_width(layer),
+            seam.dim or self._inputs(layer)[0],
             widths.heads,
             widths.head_dim,
             None,
@@ -283,16 +329,6 @@ class DeclaredHost(SDPAHost):
             owner.__class__ = nn.Linear  # type: ignore[assignment]
             del owner.dropped
         super()._restore_query(layer)
-
-
-def _no_source(times: int) -> str:
-    """Why calls do not check a declaration."""
-    if times != 1:
-        return f"it calls scaled_dot_product_attention {times} times"
-    return (
-        "none of its inputs is a sequence [B, N, C] as long as the queries: only batch-first layers can be declared; "
-        "undeclared, mechanisms with a query work"
-    )
 
 
 def _no_call(layer: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, parts_that_call
 from attention_modules.hosts.sdpa.record import Seam, known, tried
+from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
 
@@ -26,10 +28,13 @@ _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # a call's arguments
+
+
 class _Acting(TorchFunctionMode):
     """While a layer's forward runs, its mechanism stands for ``scaled_dot_product_attention``."""
 
-    def __init__(self, layer: SwappedSDPA, given: Sequence[Any]) -> None:
+    def __init__(self, layer: SwappedSDPA, given: Given) -> None:
         super().__init__()
         self.layer = layer
         self.given = given
@@ -76,7 +81,7 @@ class SwappedSDPA(Swapped):
         Raises:
             RuntimeError: if it did not call ``scaled_dot_product_attention`` exactly once.
         """
-        acting = _Acting(self, (*args, *kwargs.values()))
+        acting = _Acting(self, (args, kwargs))
         with acting:
             out = super().forward(*args, **kwargs)
         if acting.calls != 1:
@@ -89,7 +94,7 @@ class SwappedSDPA(Swapped):
 
     def act(
         self,
-        given: Sequence[Any],
+        given: Given,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -102,7 +107,7 @@ class SwappedSDPA(Swapped):
         """The mechanism's output for what ``scaled_dot_product_attention`` is given.
 
         Args:
-            given: the layer's own arguments, of which one may be its input.
+            given: the layer's own arguments.
             query: ``[..., H, N, d]``, or ``[B, N, d]``.
             key: ``[..., H / groups, M, d]``.
             value: likewise.
@@ -113,8 +118,9 @@ class SwappedSDPA(Swapped):
             enable_gqa: likewise.
 
         Raises:
-            NotImplementedError: if the mechanism needs as many queries as keys, and there are others (a key-value
-                cache).
+            NotImplementedError: if the mechanism needs a query for each key, and there are others (a key-value
+                cache), or the layer is given another sequence, of which no example told; if it needs the layer's
+                input, which is not known.
         """
         mechanism, shape = self.mechanism, query.shape
         if len(shape) == 3 and not torch.compiler.is_compiling():
@@ -125,13 +131,10 @@ class SwappedSDPA(Swapped):
             attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
         if (groups := q.shape[1] // k.shape[1]) > 1:
             k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
-        if q.shape[2] != k.shape[2] and not (mechanism.uses_query and not mechanism.one_query_per_key):
-            raise NotImplementedError(
-                f"{type(mechanism).__name__} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
-                f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
-                "choose another mechanism"
-            )
-        x: Any = _input(given, q) if "x" in mechanism.needs and self.seam.dim is not None else None
+        asking = None if self.seam.asking is None else self.seam.asking.of(*given)
+        if not (mechanism.uses_query and not mechanism.one_query_per_key):
+            self._refuse_other_keys(given, asking, q, k)
+        x: Any = self._input(asking, q) if "x" in mechanism.needs else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
                 f"{type(mechanism).__name__} needs the input [B, N, C] of which the queries are made, and "
@@ -150,8 +153,36 @@ class SwappedSDPA(Swapped):
         )
         return out.reshape(*shape[:-1], out.shape[-1])
 
-    def _warn_of_folded_heads(self, given: Sequence[Any], shape: torch.Size) -> None:
-        for x in given:
+    def _refuse_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
+        name = type(self.mechanism).__name__
+        if q.shape[2] != k.shape[2]:
+            raise NotImplementedError(
+                f"{name} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
+                f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
+                "choose another mechanism"
+            )
+        if not isinstance(asking, Tensor):
+            return
+        args, kwargs = given
+        places = {place.position for place in self.seam.given}, {place.name for place in self.seam.given}
+        new = [args[at] for at in range(len(args)) if at not in places[0]]
+        for x in (*new, *(value for at, value in kwargs.items() if at not in places[1])):
+            if isinstance(x, Tensor) and x.shape == asking.shape and x is not asking and not same_view(x, asking):
+                raise NotImplementedError(
+                    f"{name} needs a query for each key, and {self._shown()} was given a second sequence "
+                    f"{tuple(x.shape)}, which may hold its keys (cross-attention), and which it had not when it was "
+                    "swapped: pass example= with both to swap_attention, or choose another mechanism"
+                )
+
+    def _input(self, asking: Any, q: Tensor) -> Tensor | None:
+        """What the queries were made of, ``[B, N, C]``; None where this call does not give it."""
+        if not isinstance(asking, Tensor) or asking.dim() != 3:
+            return None
+        x = asking if self.seam.batch_first else asking.transpose(0, 1)
+        return x if x.shape[:2] == (q.shape[0], q.shape[2]) else None
+
+    def _warn_of_folded_heads(self, given: Given, shape: torch.Size) -> None:
+        for x in (*given[0], *given[1].values()):
             if isinstance(x, Tensor) and x.dim() == 3 and shape[1] in x.shape[:2]:
                 batch = x.shape[0] if x.shape[1] == shape[1] else x.shape[1]
                 if shape[0] > batch and shape[0] % batch == 0:
@@ -171,14 +202,6 @@ class SwappedSDPA(Swapped):
 def _with_heads(tensor: Tensor) -> Tensor:
     """``[B, H, N, d]``: of ``[B, N, d]`` with one head, of more dimensions with the first ones as one."""
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.flatten(0, -4)
-
-
-def _input(given: Sequence[Any], q: Tensor) -> Tensor | None:
-    """The first argument that has the queries' batch and tokens."""
-    for value in given:
-        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == (q.shape[0], q.shape[2]):
-            return value
-    return None
 
 
 class UnknownSizes(AttentionSpec):
@@ -223,6 +246,12 @@ class SDPAHost(Host):
 
     name = "scaled_dot_product_attention"
     mixin = SwappedSDPA
+    _known: Seam | None = None  # of the layer that it is bound to
+
+    def bound(self, layer: nn.Module) -> Host:
+        bound = copy.copy(self)
+        object.__setattr__(bound, "_known", self.seam(layer))  # a frozen dataclass may be below
+        return bound
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         definer = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
@@ -265,6 +294,8 @@ class SDPAHost(Host):
         """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
         if isinstance(layer, SwappedSDPA):
             return layer.seam
+        if self._known is not None:
+            return self._known
         record = known() if layer in known().calls else tried(layer)
         calls = record.calls.get(layer)
         return replace(calls[0].seam(layer), calls=record.each_forward(layer)) if calls else Seam()
@@ -284,6 +315,9 @@ class SDPAHost(Host):
         called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name}".lower()
         marked = getattr(layer, "is_cross_attention", False) is True or "cross" in called or "pool" in called
         return marked or self.seam(layer).cross
+
+    def batch_first(self, layer: nn.Module) -> bool:
+        return bool(getattr(layer, "batch_first", self.seam(layer).batch_first))
 
     def groups(self, layer: Any) -> int:
         seam = self.seam(layer)
@@ -319,8 +353,9 @@ class SDPAHost(Host):
         )
 
     def _uneven(self, layer: nn.Module) -> Callable[[AttentionMechanism], str | None]:
-        """What refuses mechanisms that need a query for each key, where there is none."""
-        uneven = self.seam(layer).uneven
+        """What refuses mechanisms that need a query for each key, where there is none; cross-attention says more."""
+        seam = self.seam(layer)
+        uneven = seam.uneven and not seam.cross
 
         def refusal(built: AttentionMechanism) -> str | None:
             if not uneven or (built.uses_query and not built.one_query_per_key):

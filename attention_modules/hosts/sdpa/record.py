@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,35 @@ _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mis
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where an argument of a forward stands: at a position, None where it can only be named, and by its name."""
+
+    position: int | None
+    name: str
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives there; None where it gives nothing."""
+        if self.position is None or self.name in kwargs:
+            return kwargs.get(self.name)
+        return args[self.position] if self.position < len(args) else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A sequence that a module was given.
+
+    Args:
+        place: of the argument.
+        x: ``[B, N, C]``.
+        batch_first: whether it was given so, and not as ``[N, B, C]``.
+    """
+
+    place: Place
+    x: Tensor
+    batch_first: bool
+
+
+@dataclass(frozen=True)
 class Seam:
     """What a call says of its layer; None where it cannot be told.
 
@@ -38,6 +68,9 @@ class Seam:
         by_head: whether each head has its query, key and value together in the layer's projection.
         turned: whether positions turn queries and keys after the layer's projections.
         calls: how many calls one forward makes, its children's too.
+        batch_first: whether the layer is given ``[B, N, C]``, and not ``[N, B, C]``.
+        asking: which of its arguments the queries are made of.
+        given: all of its arguments that are sequences.
     """
 
     dim: int | None = None
@@ -52,6 +85,9 @@ class Seam:
     by_head: bool = False
     turned: bool = False
     calls: int = 1
+    batch_first: bool = True
+    asking: Place | None = None
+    given: tuple[Place, ...] = ()
 
 
 @dataclass
@@ -63,27 +99,26 @@ class Call:
     v: Tensor
     causal: bool
     scale: float | None
-    around: list[tuple[nn.Module, list[Tensor]]]
+    around: list[tuple[nn.Module, dict[Place, Tensor]]]
 
-    def source(self, module: nn.Module) -> Tensor | None:
-        """What the module was given as a sequence ``[B, N, C]`` of the queries' length, if it was."""
-        given = next(given for outer, given in self.around if outer is module)
-        return next((x for x in given if x.dim() == 3 and x.shape[1] == self.q.shape[-2] and self._has_batch(x)), None)
+    def given(self, module: nn.Module) -> dict[Place, Tensor]:
+        """What one of the modules around was given."""
+        return next(given for outer, given in self.around if outer is module)
 
-    def _has_batch(self, x: Tensor) -> bool:
-        """Whether the first dimension of ``[n, n, C]`` are samples, which queries keep apart."""
-        if x.shape[0] != x.shape[1] or x.shape[0] == 1 or self.q.dim() != 4 or not self.q.requires_grad:
-            return True
-        with torch.inference_mode(False), torch.enable_grad():
-            first = self.q[0].float().sum()
-            (slope,) = torch.autograd.grad(first, x, allow_unused=True, retain_graph=True)
-        return slope is None or not bool(slope[1:].any())
+    def sources(self, module: nn.Module, made: Tensor) -> list[Source]:
+        """The sequences that the module was given of which these queries, keys or values may be made."""
+        places = [*self.given(module).items()]
+        of = _sources(made, [x for _, x in places])
+        laid = ((place, x, _lies(x, made)) for at, (place, x) in enumerate(places) if not of or at in of)
+        return [
+            Source(place, x if first else x.transpose(0, 1), first) for place, x, first in laid if first is not None
+        ]
 
     def seam(self, module: nn.Module) -> Seam:
         """What it says of one of the modules around it."""
-        flat, source = self.q.dim() == 3, self.source(module)
+        flat, source = self.q.dim() == 3, next(iter(self.sources(module, self.q)), None)
         return Seam(
-            None if source is None else source.shape[-1],
+            None if source is None else source.x.shape[-1],
             1 if flat else self.q.shape[-3],
             1 if flat else self.k.shape[-3],
             self.q.shape[-1],
@@ -92,13 +127,16 @@ class Call:
             self._is_cross(),
             self.k.shape[-2] != self.q.shape[-2],
             self.scale,
+            batch_first=source is None or source.batch_first,
+            asking=None if source is None else source.place,
+            given=tuple(place for place, x in self.given(module).items() if x.dim() == 3),
         )
 
     def _is_cross(self) -> bool:
         """Whether queries and keys are made of different tensors that the module with the projections was given."""
         for module, given in reversed(self.around):
             if next(module.parameters(), None) is not None:
-                of_query, of_key = (_sources(made, given) for made in (self.q, self.k))
+                of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
                 if of_query and of_key and of_query.isdisjoint(of_key):
                     return True
         return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
@@ -113,12 +151,36 @@ def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
     return {index for index, gradient in enumerate(found) if gradient is not None}
 
 
+def _lies(x: Tensor, made: Tensor) -> bool | None:
+    """Whether ``x`` lies as ``[B, N, C]``, of whose tokens these queries, keys or values are; False for ``[N, B, C]``.
+
+    None where it has another length, or another batch.
+    """
+    if x.dim() != 3:
+        return None
+    tokens, folded = made.shape[-2], made.dim() == 3  # folded: heads may lie in the batch
+    if x.shape[1] == tokens and (x.shape[0] != tokens or made.dim() != 4 or _apart_in(0, made, x)):
+        return True
+    if x.shape[0] != tokens or made.shape[0] % max(x.shape[1], 1) or (made.shape[0] != x.shape[1] and not folded):
+        return None
+    return False if x.shape[1] != tokens or _apart_in(1, made, x) else None
+
+
+def _apart_in(dim: int, made: Tensor, x: Tensor) -> bool:
+    """Whether the first sample of ``made`` is of the first slice of ``x`` in this dimension alone."""
+    if x.shape[dim] == 1 or not made.requires_grad or x.is_meta:
+        return dim == 0
+    with torch.inference_mode(False), torch.enable_grad():
+        (slope,) = torch.autograd.grad(made[0].float().sum(), x, allow_unused=True, retain_graph=True)
+    return slope is None or not bool(slope.narrow(dim, 1, x.shape[dim] - 1).any())
+
+
 class _Recorder(TorchFunctionMode):
     """Writes calls down."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.running: list[tuple[nn.Module, list[Tensor]]] = []
+        self.running: list[tuple[nn.Module, dict[Place, Tensor]]] = []
         self.calls: list[Call] = []
 
     def __torch_function__(
@@ -224,12 +286,36 @@ def _entering(recorder: _Recorder) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Copies of its own, so that what queries and keys are made of can be told; one for `given`, as some layers
         # change their input in place.
-        own = {id(x): _tracked(x) for x in (*args, *kwargs.values()) if _features(x)}
-        recorder.running.append((module, list(own.values())))
+        places = [(place, x) for place, x in _placed(module, args, kwargs) if _features(x)]
+        own = {id(x): _tracked(x) for _, x in places}
+        first = {id(x): place for place, x in reversed(places)}  # of a tensor that is given twice
+        recorder.running.append((module, {first[at]: x for at, x in own.items()}))
         passed = {at: x.clone() for at, x in own.items()}
         return tuple(passed.get(id(x), x) for x in args), {name: passed.get(id(x), x) for name, x in kwargs.items()}
 
     return hook
+
+
+def _placed(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """The arguments of a module's forward."""
+    names = named_arguments(module)
+    for position, x in enumerate(args):
+        yield Place(position, names[position] if position < len(names) else ""), x
+    for name, x in kwargs.items():
+        yield Place(names.index(name) if name in names else None, name), x
+
+
+def named_arguments(module: nn.Module) -> list[str]:
+    """Names of a forward's arguments that may be given by position."""
+    return [each.name for each in _parameters(module)]
+
+
+def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # of a forward that is no function of Python's
+        return []
+    return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def _tracked(x: Tensor) -> Tensor:
@@ -283,27 +369,39 @@ def _own(value: Any, known: dict[int, Any] | None = None) -> Any:
     return own
 
 
-def tried(layer: nn.Module) -> Record:
-    """The record of a layer that runs alone on a sequence, once in a swap; empty where it needs more than that."""
+def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
+    """The record of a layer that runs alone on a sequence, once in a swap; empty where it needs more than that.
+
+    Args:
+        layer: any module.
+        widths: of the sequences that it takes, where they are known.
+    """
     record = known()
     if layer not in record.alone:
-        record.alone[layer] = _tried(layer)
+        record.alone[layer] = _tried(layer, widths)
     return record.alone[layer]
 
 
-def _tried(layer: nn.Module) -> Record:
+def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
     width = next((part.in_features for part in layer.modules() if isinstance(part, nn.Linear)), None)
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
         return Record()
-    x = torch.zeros(2, _TOKENS, width, device=parameter.device, dtype=parameter.dtype)
+    shapes = [(2, _TOKENS, each) for each in widths[: _needed(layer)] or (width,)]
+    given = tuple(torch.zeros(shape, device=parameter.device, dtype=parameter.dtype) for shape in shapes)
     if not parameter.is_meta:
-        x = x + torch.linspace(-9, 9, x.numel(), device=x.device).sin().view_as(x).to(x.dtype)
+        waves = (torch.linspace(-9 - at, 9, x.numel(), device=x.device).sin() for at, x in enumerate(given))
+        given = tuple(x + wave.view_as(x).to(x.dtype) for x, wave in zip(given, waves, strict=True))
     try:
         with unobserved(layer):  # of which the copy that runs has the users' hooks
-            return recorded(layer, x)
+            return recorded(layer, given)
     except Exception:  # whatever a stranger's forward raises where it is given too little
         return Record()
+
+
+def _needed(layer: nn.Module) -> int:
+    """How many arguments its forward cannot do without."""
+    return sum(each.default is each.empty for each in _parameters(layer))
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)  # while a swap looks at its model

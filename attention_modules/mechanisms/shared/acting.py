@@ -362,8 +362,9 @@ def _beside(values: Tensor) -> Tensor:
 def quasi_random(like: Tensor, turn: int = 1) -> Tensor:
     """Numbers between -1 and 1 that look random, the same for each ``turn``, of a tensor's shape, dtype and device."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    count = torch.arange(1, like.numel() + 1, device=like.device, dtype=wide)
-    return count.mul_(1.6180339887 * turn).sin_().view(like.shape).to(like.dtype)
+    golden = (0x9E3779B97F4A7C15 * turn + 2**63) % 2**64 - 2**63  # of all integers, among which multiples wrap around
+    count = torch.arange(1, like.numel() + 1, device=like.device).mul_(golden)
+    return count.to(wide).mul_(2.0**-63).view(like.shape).to(like.dtype)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _NOT_OF_THE_MAP = ("weights", "dropout_p")  # arguments of a call
 
 
 class _SeveralCalls(BaseException):
-    """More than one call of a kernel: its result is needed."""
+    """More than one call of a kernel for the values: its result is needed."""
 
 
 class _Call:
@@ -71,11 +71,13 @@ class _Capture(TorchFunctionMode):
 
     Args:
         token: which numbers a single call gives in place of its output, as large as values are; 0 for attention.
+        values: where given, a later call for others than these, which no map of it would fit, gives numbers too.
     """
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: int, values: Tensor | None = None) -> None:
         super().__init__()
         self.token = token
+        self.values = values
         self.calls: list[_Call] = []
         self.drops = False
 
@@ -115,7 +117,7 @@ class _Capture(TorchFunctionMode):
     def _keep(self, found: ActingMap, value: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         if not self.token:
             out = compute()
-        elif self.calls:
+        elif self.calls and not self._is_of_others(value):
             raise _SeveralCalls
         else:
             with torch.no_grad():
@@ -124,6 +126,11 @@ class _Capture(TorchFunctionMode):
                 out = quasi_random(place, self.token) * torch.where(size.isfinite() & (size > 0), size, 1.0)
         self.calls.append(_Call(found, value, out))
         return self.calls[-1].given
+
+    def _is_of_others(self, value: Tensor) -> bool:
+        """Whether a call mixes values made of an earlier one's output, say, and not those of the mechanism."""
+        of = self.values
+        return of is not None and value.shape == of.shape and isinstance(_ratio(value, of), bool)
 
 
 class _FewRows(_Capture):
@@ -244,7 +251,7 @@ def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn
         module: whose hooks are not to see it.
     """
     with unobserved(module), _repeatable(v.device) as again:
-        out, calls, given = _calls(function, v, again)
+        out, calls, given = _calls(function, v, again, v)
         found = _known(out, calls, v, given) if calls else None
         if isinstance(found, FactorMap) and found.gain is not None and len(calls) == 1:
             again()
@@ -318,10 +325,12 @@ def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, 
 _Captured = tuple[Tensor, list[_Call], Tensor]
 
 
-def _calls(function: Callable[[Tensor], Tensor], v: Tensor, again: Callable[[], None]) -> _Captured:
-    """As :func:`_captured`, with a token in the output where a single kernel is called."""
+def _calls(
+    function: Callable[[Tensor], Tensor], v: Tensor, again: Callable[[], None], values: Tensor | None = None
+) -> _Captured:
+    """As :func:`_captured`, with a token in the output where a single kernel is called, or one for other values."""
     try:
-        return _captured(function, v, token=1)
+        return _captured(function, v, 1, values)
     except _SeveralCalls:
         again()
         return _captured(function, v, token=0)
@@ -331,13 +340,13 @@ def _alike(x: Tensor, y: Tensor | None) -> bool:
     return y is not None and bool(torch.isclose(x, y, rtol=TOLERANCE[x.dtype], equal_nan=True).all())
 
 
-def _captured(function: Callable[[Tensor], Tensor], v: Tensor, token: int) -> _Captured:
+def _captured(function: Callable[[Tensor], Tensor], v: Tensor, token: int, values: Tensor | None = None) -> _Captured:
     """The output, the calls of kernels, and the values that the function was given, a copy."""
     given, grad = copy_of(v), torch.is_grad_enabled()
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(grad),
-        _Capture(token) as capture,
+        _Capture(token, values) as capture,
         taken_by(capture.chunked),
     ):
         out = function(given)
@@ -380,7 +389,7 @@ def _known(out: Tensor, calls: list[_Call], v: Tensor, given: Tensor) -> ActingM
 def _ratio(x: Tensor, y: Tensor) -> Tensor | bool | None:
     """None where x is y, one number per row ``[..., 1]`` where it is y times that, else False."""
     y = y.to(x.dtype)
-    if bool(((x == y) | (x.isnan() & y.isnan())).all()):
+    if torch.equal(x, y) or (x.sum().isnan() and bool(((x == y) | (x.isnan() & y.isnan())).all())):
         return None
     if x.shape[-1] == 1:
         return False

@@ -35,6 +35,57 @@ report = attnswap.swap_attention(model, "sink", example=inputs)  # found by one 
 attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanisms without a query, spectra, LocAteR
 ```
 
+A decoder of your own, sequence-first, whose second layer attends to a memory:
+
+```python
+import attnswap
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+def heads(x):  # [N, B, C] to [B, H, N, d]
+    return x.unflatten(2, (4, -1)).permute(1, 2, 0, 3)
+
+
+class MySelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn = nn.Linear(32, 96)
+
+    def forward(self, x):
+        out = F.scaled_dot_product_attention(*map(heads, self.c_attn(x).chunk(3, 2)))
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class MyCrossAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_kv = nn.Linear(32, 32), nn.Linear(24, 64)
+
+    def forward(self, x, memory):
+        out = F.scaled_dot_product_attention(heads(self.to_q(x)), *map(heads, self.to_kv(memory).chunk(2, 2)))
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own, self.cross = MySelfAttention(), MyCrossAttention()
+
+    def forward(self, x, memory):
+        return self.cross(self.own(x), memory)
+
+
+attnswap.declare_host(MySelfAttention, qkv="c_attn", heads=4)
+attnswap.declare_host(MyCrossAttention, q="to_q", kv="to_kv", heads=4)
+model, inputs = Decoder(), (torch.randn(10, 2, 32), torch.randn(7, 2, 24))
+attnswap.swap_attention(model, "rpc", where="own", iterations=2)  # without a query: 32 of the 96 rows are left out
+attnswap.swap_attention(model, "sink", where="cross")
+print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs, layers=["own", "cross"]).items()})
+# {'own': (2, 4, 10, 10), 'cross': (2, 4, 10, 7)}
+```
+
 - *By its code.* The call must be visible in the code of the forward, or of what it calls. Nothing of the model runs; to
   see the sizes, the layer alone is tried on a copy with a short sequence.
 - *By an example*: what the model takes, as a tensor, a tuple of arguments or a dict. A copy without hooks runs it once.
@@ -47,10 +98,18 @@ attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanis
   names the layer. A checkpoint inside the layer, around the call, is an error too: put it around the layer.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
-  queries after the projection. It is checked before a swap: the
-  projections must give what the call got. So it is of self-attention in a batch-first layer. In YAML: `SwapAttention`
+  queries after the projection. In YAML: `SwapAttention`
   with `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap,
   declare the class first.
+- *It is checked before a swap*: the projections must give what the call got; else an error shows the differences. So
+  nothing needs to be said of layouts and inputs. The check finds whether a layer is given `[B, N, C]` or `[N, B, C]`,
+  and which of its inputs each projection reads. A layer of one or two sequences is tried alone; one that takes more
+  needs `example=`, or `example_input_array`.
+- *Cross-attention*, whose keys and values are of another input, is declared alike. It is swapped only where a pattern
+  of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
+  a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
+  `attention_maps(model, inputs, layers="cross")` shows it. A layer that attends to itself when it is swapped, and is
+  given other keys later, raises an error where such a mechanism acts. A query that is a Parameter cannot be declared.
 - *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
   calls flash-attn, xformers or FlexAttention, two calls in one forward. For those there is
   {py:func}`attnswap.register_host`: a host in a dozen lines of your own.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from attention_modules import (
     AttentionMechanism,
@@ -321,6 +322,40 @@ def test_rows_without_a_gradient_come_by_columns():
     module = build_mechanism(lambda q, k, v: WithoutGradient.apply(q, k, v), SPEC)
     found = acting_map(module, q, k, v).dense(torch.tensor([5]))
     torch.testing.assert_close(found, (q @ k.mT).softmax(-1)[:, :, 5:6])
+
+
+class Kernels(TorchFunctionMode):
+    """Counts the kernels that are computed."""
+
+    number = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.number += func is F.scaled_dot_product_attention
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("softmax", 0), ("sink", 0), ("twicing", 0), ("scaled", 0), ("rpc", 4)])
+def test_only_what_the_map_is_made_of_is_computed_to_find_it(name, kernels):
+    module, inputs = subject(name, **{"scaled": {"variant": "scalar"}, "rpc": {"iterations": 4}}.get(name, {}))
+    if name == "scaled":
+        torch.nn.init.constant_(module.s, 0.3)
+    with torch.no_grad(), Kernels() as counted:
+        found = acting_map(module, **inputs)
+    assert counted.number == kernels
+    torch.testing.assert_close(found.dense() @ inputs["v"], module(**inputs), atol=1e-9, rtol=0)
+
+
+def values_that_are_those_given_after_all(q, k, v):
+    """A second call for values that depend on the first one's output in form alone."""
+    first = F.scaled_dot_product_attention(q, k, v)
+    return F.scaled_dot_product_attention(k, q, v + first - F.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1) @ v)
+
+
+def test_a_call_for_other_values_is_no_map_by_mistake():
+    q, k, v = torch.randn(3, 2, 2, TOKENS, 8, dtype=torch.float64)
+    mechanism = build_mechanism(values_that_are_those_given_after_all, SPEC)
+    found = acting_map(mechanism, q, k, v)
+    torch.testing.assert_close(found.dense() @ v, mechanism(q, k, v), atol=1e-9, rtol=0)
 
 
 @torch.no_grad()

@@ -93,17 +93,56 @@ class NanoAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(batch, length, width))
 
 
-class WithMemory(nn.Module):
-    """Keys of another sequence."""
+class SequenceFirst(nn.Module):
+    """It is given ``[N, B, C]``."""
 
     def __init__(self, width: int = 16, heads: int = 4) -> None:
         super().__init__()
-        self.to_q, self.to_kv, self.heads = nn.Linear(width, width), nn.Linear(width, 2 * width), heads
+        self.c_attn, self.c_proj, self.n_head = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 1, 3, 0, 4)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2))
+
+
+class WithMemory(nn.Module):
+    """Keys of another sequence."""
+
+    def __init__(self, width: int = 16, heads: int = 4, memory: int = 16) -> None:
+        super().__init__()
+        self.to_q, self.to_kv, self.heads = nn.Linear(width, width), nn.Linear(memory, 2 * width), heads
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         q, k, v = self.to_q(x), *self.to_kv(memory).chunk(2, -1)
         q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class MemoryFirst(WithMemory):
+    """The same, called with the memory first."""
+
+    def forward(self, memory: Tensor, x: Tensor) -> Tensor:
+        return super().forward(x, memory)
+
+
+class Context(WithMemory):
+    """It attends to itself unless it is given something else."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        return super().forward(x, x if context is None else context)
+
+
+class Three(nn.Module):
+    """Queries, keys and values of an input each, sequence-first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(16, 16), nn.Linear(12, 16), nn.Linear(10, 16)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        made = (self.q(query), self.k(key), self.v(value))
+        q, k, v = (x.unflatten(2, (4, -1)).permute(1, 2, 0, 3) for x in made)
+        return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
 
 
 class Attend(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attention_modules import AttentionSwapError, SelfAttention, declare_host, restore_attention, swap_attention
-from attention_modules.analysis import layer_lipschitz_bound
+from attention_modules.analysis import attention_maps, layer_lipschitz_bound
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.table import loaded_hosts, register_host
 from attention_modules.stabilizers.sigma import linear_weights
@@ -30,7 +30,14 @@ NAMES: dict[type[nn.Module], dict[str, Any]] = {
     own.ByHead: {"qkv": "query_key_value", "heads": "heads"},
     own.NanoAttention: {"qkv": "c_attn", "heads": "n_head"},
     own.Outer: {"qkv": "to_qkv", "heads": 4},
+    own.SequenceFirst: {"qkv": "c_attn", "heads": "n_head"},
 }
+KV: dict[str, Any] = {"q": "to_q", "kv": "to_kv", "heads": "heads"}
+
+
+def turned(base: type[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    """As the class takes it, or gives it."""
+    return x.transpose(0, 1) if base is own.SequenceFirst else x
 
 
 @pytest.mark.parametrize("base", NAMES)
@@ -38,7 +45,7 @@ NAMES: dict[type[nn.Module], dict[str, Any]] = {
 def test_without_a_query_it_is_what_our_own_layer_gives(base: type[nn.Module], mechanism: str) -> None:
     torch.manual_seed(0)
     layer, x = declared(base, **NAMES[base])().double(), features().double()
-    expected = layer(x)
+    expected = layer(turned(base, x))
     (found,) = attention_layers(layer)
     assert found.spec.is_causal is (base in (own.Causal, own.NanoAttention))
     ours = SelfAttention(16, 4, mechanism=mechanism, qkv_bias=base is not own.Outer).double()
@@ -58,11 +65,12 @@ def test_without_a_query_it_is_what_our_own_layer_gives(base: type[nn.Module], m
         ours.proj.bias.copy_(torch.zeros(16) if out is None else out.bias)
     report = swap_attention(layer, mechanism)
     assert report[0].before - report[0].after == 16 * 16 + 16 * (base is not own.Outer)
-    torch.testing.assert_close(layer(x), ours(x, is_causal=found.spec.is_causal), atol=1e-12, rtol=1e-12)
-    layer(x).sum().backward()
+    out = turned(base, layer(turned(base, x)))
+    torch.testing.assert_close(out, ours(x, is_causal=found.spec.is_causal), atol=1e-12, rtol=1e-12)
+    out.sum().backward()
     assert all(value.grad is not None for value in layer.parameters())
     assert restore_attention(layer) == [""]
-    assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(turned(base, x)), expected)
     assert type(layer.get_submodule(NAMES[base]["qkv"])) is nn.Linear
 
 
@@ -148,3 +156,139 @@ def test_the_bound_reads_a_declared_layer() -> None:
     (own_layer,) = attention_layers(ours)
     bounds = [layer_lipschitz_bound(each, radius=2.0, num_tokens=6) for each in (layer, own_layer)]
     assert bounds[0] == bounds[1]
+
+
+X, MEMORY = torch.randn(2, 6, 16), torch.randn(2, 9, 16)
+OTHERS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[torch.Tensor, ...]]] = {
+    "sequence-first": (own.SequenceFirst, NAMES[own.SequenceFirst], (X.transpose(0, 1),)),
+    "as many samples as tokens": (own.SequenceFirst, NAMES[own.SequenceFirst], (torch.randn(6, 6, 16),)),
+    "memory": (own.WithMemory, KV, (X, MEMORY)),
+    "memory as long": (own.WithMemory, KV, (X, MEMORY[:, :6])),
+    "memory first": (own.MemoryFirst, KV, (MEMORY, X)),
+    "three inputs": (
+        own.Three,
+        {**dict(zip("qkv", "qkv", strict=True)), "heads": 4},
+        (X.transpose(0, 1), torch.randn(9, 2, 12), torch.randn(9, 2, 10)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_softmax_for_softmax_in_other_layouts_and_of_other_inputs(case: str) -> None:
+    torch.manual_seed(0)
+    base, names, given = OTHERS[case]
+    layer = declared(base, **names)()
+    inputs = [x.clone().requires_grad_() for x in given]
+
+    def passed() -> list[torch.Tensor]:
+        out = layer(*inputs)
+        return [out, *torch.autograd.grad(out.square().sum(), [*inputs, *layer.parameters()])]
+
+    before = passed()
+    torch.compiler.reset()
+    for mechanism in ("softmax", "sink", "gated"):
+        (row,) = swap_attention(layer, mechanism, where="", example=given)
+        assert (row.host, row.dim, row.heads) == (f"declared {type(layer).plain_class.__name__}", 16, 4)
+        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(*given), layer(*given))
+        if mechanism == "softmax":
+            torch.testing.assert_close(passed(), before, atol=1e-6, rtol=0)
+        else:
+            assert not torch.allclose(layer(*given), before[0], atol=1e-3)
+            layer(*given).sum().backward()
+            assert all(value.grad is not None for value in layer.mechanism.parameters())
+        assert restore_attention(layer) == [""]
+        assert all(map(torch.equal, passed(), before))
+
+
+@pytest.mark.parametrize("case", [case for case in OTHERS if OTHERS[case][0] is not own.SequenceFirst])
+def test_cross_attention_is_told_and_refuses_what_it_cannot_have(case: str) -> None:
+    base, names, given = OTHERS[case]
+    layer = declared(base, **names)()
+    with pytest.raises(AttentionSwapError, match="the model has cross-attention only"):
+        swap_attention(layer, "sink", example=given)
+    refused = {"symmetric": "needs a query", "rpc": "needs a query", "value_residual": "values of other layers"}
+    for mechanism, text in {**refused, "twicing": "no query for each key"}.items():
+        with pytest.raises(AttentionSwapError, match=text):
+            swap_attention(layer, mechanism, where="", example=given)
+    assert not hasattr(layer, "mechanism")
+    maps = attention_maps(layer, given, layers="")[""]
+    q, k = (layer.to_q(X), layer.to_kv(given[given[0] is X])) if base is not own.Three else _first(layer, given)
+    q, k = (x[..., :16].unflatten(2, (4, -1)).transpose(1, 2) for x in (q, k))
+    torch.testing.assert_close(maps, (q @ k.mT / 2).softmax(-1), atol=1e-6, rtol=0)
+
+
+def _first(layer: Any, given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return layer.q(given[0]).transpose(0, 1), layer.k(given[1]).transpose(0, 1)
+
+
+def test_a_layer_that_takes_two_sequences_runs_alone() -> None:
+    kind = declared(own.WithMemory, **KV)
+    model = nn.Sequential(own.Joint(), kind(memory=12))
+    report = swap_attention(model, "sink", where=["0", "1"])
+    assert [(row.host, row.dim) for row in report][1] == (f"declared {kind.__name__}", 16)
+    assert [layer.name for layer in attention_layers(model)] == ["0"]
+    three = declared(own.Three, **OTHERS["three inputs"][1])
+    with pytest.raises(AttentionSwapError, match="cannot be checked, as it does not run alone: pass example="):
+        swap_attention(three(), "sink", where="")
+
+
+@pytest.mark.parametrize("mechanism", ["symmetric", "twicing"])
+def test_keys_from_elsewhere_are_no_surprise(mechanism: str) -> None:
+    layer, x, other = declared(own.Context, **KV)(), X, torch.randn(2, 6, 16)
+    swap_attention(layer, mechanism)
+    assert layer(x).isfinite().all()
+    assert torch.equal(layer(x, x), layer(x))
+    for call in (lambda: layer(x, other), lambda: layer(x=x, context=other), lambda: layer(x, context=other)):
+        with pytest.raises(NotImplementedError, match=r"was given a second sequence .* pass example= with both"):
+            call()
+    restore_attention(layer)
+    with pytest.raises(AttentionSwapError, match="cross-attention"):
+        swap_attention(layer, mechanism, where="", example=(x, other))
+    swap_attention(layer, "sink", where="")
+    assert not torch.equal(layer(x, other), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("base", "names", "text"),
+    [
+        (own.Three, {"q": "q", "k": "k", "v": "k"}, r"v by (?!inf)"),
+        (own.Three, {"q": "q", "k": "v", "v": "v"}, r"k by (?!inf)"),
+        (own.Three, {"q": "q", "k": "v", "v": "k"}, r"does not fit: what q, v, k gives"),
+        (own.WithMemory, {"q": "to_q", "k": "to_q", "v": "to_q"}, "does not fit"),
+        (own.MemoryFirst, {"q": "to_kv", "kv": "to_kv"}, "does not fit"),
+    ],
+)
+def test_each_projection_is_compared_with_its_own_input(base: type[nn.Module], names: Any, text: str) -> None:
+    layer = declared(base, heads=4, **names)()
+    if base is own.Three:
+        layer.k = nn.Linear(10, 16)
+        given = [torch.randn(6, 2, 16), torch.randn(9, 2, 10), torch.randn(9, 2, 10)]
+    else:
+        given = [X, X + 1]
+    with pytest.raises(AttentionSwapError, match=text):
+        swap_attention(layer, "sink", where="", example=given)
+    assert not hasattr(layer, "mechanism")
+
+
+def test_a_query_of_a_parameter_cannot_be_declared() -> None:
+    class Latents(own.WithMemory):
+        def __init__(self) -> None:
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(1, 3, 16))
+
+        def forward(self, memory: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.latents.expand(len(memory), -1, -1), memory)
+
+    with pytest.raises(AttentionSwapError, match=r"its queries are made of none of its inputs \[B, N, C\] or"):
+        swap_attention(declared(Latents, **KV)(), "sink", where="", example=MEMORY)
+
+
+def test_sequence_first_maps_are_those_of_a_batch_first_layer() -> None:
+    torch.manual_seed(0)
+    first, joint = declared(own.SequenceFirst, **NAMES[own.SequenceFirst])(), own.Joint()
+    joint.load_state_dict(first.state_dict())
+    for mechanism in ("softmax", "entmax"):
+        swap_attention(first, mechanism)
+        swap_attention(joint, mechanism)
+        maps = attention_maps(first, X.transpose(0, 1))[""]
+        torch.testing.assert_close(maps, attention_maps(joint, X)[""])

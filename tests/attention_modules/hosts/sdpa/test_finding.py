@@ -30,8 +30,10 @@ from tests.attention_modules.hosts.sdpa.own import (
     DeclaredJoint,
     Grouped,
     Joint,
+    MemoryFirst,
     NanoAttention,
     Outer,
+    SequenceFirst,
     WithMemory,
 )
 
@@ -485,15 +487,27 @@ def test_any_number_of_dimensions(shape: tuple[int, ...], masks: list[tuple[int,
         torch.testing.assert_close(layer(q, k, v, mask), plain(q * seen.log().unsqueeze(-1), k, v, mask))
 
 
-def test_a_sequence_first_layer_is_not_taken_for_another() -> None:
-    class SequenceFirst(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:  # [N, B, C]
-            heads = _heads(x.transpose(0, 1))
-            return F.scaled_dot_product_attention(heads, heads, heads)
+@pytest.mark.parametrize("batch", [2, 6])  # of 6 tokens
+def test_a_sequence_first_layer_gives_its_own_tokens(batch: int) -> None:
+    torch.manual_seed(0)
+    layer, joint, x = SequenceFirst(), Joint(), torch.randn(6, batch, 16)
+    joint.load_state_dict(layer.state_dict())
+    swap_attention(layer, "gated", example=x)
+    swap_attention(joint, "gated")
+    joint.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), joint(x.transpose(0, 1)).transpose(0, 1))
 
-    for batch in (2, 6):  # of 6 tokens
-        with pytest.raises(AttentionSwapError, match="not given the tokens"):
-            swap_attention(nn.Sequential(SequenceFirst()), "gated", example=torch.randn(6, batch, 16))
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_the_queries_are_made_of_is_told_by_its_place(by_name: bool) -> None:
+    torch.manual_seed(0)
+    layer, other, x, memory = MemoryFirst(), WithMemory(), torch.randn(2, 6, 16), torch.randn(2, 6, 16)
+    swap_attention(layer, "gated", where="", example=(memory, x))
+    swap_attention(other, "gated", where="", example=(x, memory))
+    other.load_state_dict(layer.state_dict())
+    out = layer(x=x, memory=memory) if by_name else layer(memory, x)
+    torch.testing.assert_close(out, other(x, memory))
+    torch.testing.assert_close(layer(memory, x=x), out)
 
 
 def test_threads_know_of_their_own_models_alone() -> None:
@@ -520,7 +534,7 @@ def test_threads_know_of_their_own_models_alone() -> None:
 def test_a_layer_is_tried_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
     once = record._tried
-    monkeypatch.setattr(record, "_tried", lambda layer: (tried.append(layer), once(layer))[1])
+    monkeypatch.setattr(record, "_tried", lambda layer, widths: (tried.append(layer), once(layer, widths))[1])
     model = nn.Sequential(Joint(), Joint())
     swap_attention(model, "sink")
     assert tried == list(model)

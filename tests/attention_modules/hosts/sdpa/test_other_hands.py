@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from attention_modules import AttentionSwapError, swap_attention
-from attnswap import declare_host
+from attention_modules import AttentionSwapError, declare_host, swap_attention
 from lightning_tasks import load_swapped
-from lightning_tasks.callbacks import SwapAttention
+from lightning_tasks.callbacks import AttentionMonitor, LipschitzMonitor, LocAteR, SpectrumMonitor, SwapAttention
 from tests.attention_modules.hosts.cases import features, padding_mask
-from tests.attention_modules.hosts.sdpa.own import ByHead, DeclaredJoint, Joint
+from tests.attention_modules.hosts.sdpa.own import ByHead, DeclaredJoint, Joint, SequenceFirst, WithMemory
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -134,12 +135,102 @@ def test_heads_that_lie_in_the_batch_are_told() -> None:
         torch.testing.assert_close(layer(x), plain)
 
 
-def test_only_batch_first_layers_can_be_declared() -> None:
-    class First(Folded):
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = self.qkv(x.transpose(0, 1)).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2).transpose(0, 1)
+class Decoder(LightningModule):
+    """Sequence-first self-attention, and cross-attention to a memory of another width."""
 
-    declare_host(First, qkv="qkv", heads=4)
-    with pytest.raises(AttentionSwapError, match=r"none of its inputs is a sequence .* only batch-first layers"):
-        swap_attention(First(), "rpc", example=torch.randn(5, 2, 16))
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = SequenceFirst(), WithMemory(memory=12)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        x = self.own(batch.transpose(0, 1)).transpose(0, 1)
+        return self.cross(x, batch[:, :4, :12]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_both_layers_of_a_decoder_are_declared_in_yaml(tmp_path: Path) -> None:
+    text = f"""
+    - {{mechanism: rpc, options: {{iterations: 2}}, where: own, declare: [
+        {{kind: {SequenceFirst.__module__}.SequenceFirst, qkv: c_attn, heads: n_head}},
+        {{kind: {WithMemory.__module__}.WithMemory, q: to_q, kv: to_kv, heads: heads}}]}}
+    - {{mechanism: sink, where: cross}}
+    """
+    swaps = [SwapAttention(**options) for options in yaml.safe_load(text)]
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", max_steps=2, callbacks=swaps, **quiet)
+    module = Decoder()
+    trainer.fit(module, DataLoader(torch.randn(4, 6, 16), 2))
+    assert module.own.c_attn.weight.shape == (32, 16)
+    assert bool(module.cross.mechanism.sink.any())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = load_swapped(Decoder, tmp_path / "a.ckpt")
+    x = features()
+    assert torch.equal(loaded.eval().training_step(x, 0), module.eval().training_step(x, 0))
+    with pytest.raises(ValueError, match="cannot swap 'cross': cross-attention needs a query"):
+        Trainer(callbacks=[SwapAttention("rpc", where="cross")], default_root_dir=tmp_path, max_steps=1, **quiet).fit(
+            Decoder(), DataLoader(torch.randn(4, 6, 16), 2)
+        )
+
+
+class Watched(LightningModule):
+    """A declared layer that does not run alone, of which the example tells."""
+
+    def __init__(self, kind: type[nn.Module], example: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.own = kind()
+        if example:
+            self.example_input_array = features()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x, torch.ones(6, 6).tril().bool()) if isinstance(self.own, Joint) else self.own.turned(x)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, _: int) -> None:
+        self(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NeedsMask(SequenceFirst):
+    """Sequence-first, with a mask that it cannot do without."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 1, 3, 0, 4)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2))
+
+    def turned(self, x: Tensor) -> Tensor:
+        return self(x.transpose(0, 1), torch.ones(6, 6).tril().bool()).transpose(0, 1)
+
+
+CALLBACKS: dict[str, Callable[[], Any]] = {
+    "attention/entropy/layer_00": AttentionMonitor,
+    "qk_spectrum/variance/layer_00": SpectrumMonitor,
+    "val/lipschitz/layer_00": lambda: LipschitzMonitor(max_tokens=None, tol=1e-4, max_iter=50),
+    "locater/penalty": lambda: LocAteR(weight=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_see_a_declared_layer_as_its_example_shows_it(tmp_path: Path, name: str) -> None:
+    declare_host(NeedsMask, qkv="c_attn", heads="n_head")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    found = []
+    for kind in (DeclaredJoint, NeedsMask):
+        torch.manual_seed(0)
+        trainer = Trainer(
+            default_root_dir=tmp_path, accelerator="cpu", max_steps=2, callbacks=[CALLBACKS[name]()], **quiet
+        )
+        batches = DataLoader(torch.randn(4, 6, 16), 2)
+        trainer.fit(Watched(kind), batches, batches)
+        found.append(trainer.callback_metrics[name])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=0)
+    with pytest.raises(AttentionSwapError, match="does not run alone: pass example="):
+        Trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[CALLBACKS[name]()], **quiet).fit(
+            Watched(NeedsMask, example=False), batches
+        )

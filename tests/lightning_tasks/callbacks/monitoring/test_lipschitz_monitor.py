@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from attention_modules import SelfAttention
+from attention_modules import SelfAttention, swap_attention
 from attention_modules.analysis import local_lipschitz
 from attention_modules.hosts.layer_call import LayerCall
 from lightning_tasks.callbacks import LipschitzMonitor
+from tests.attention_modules.hosts.sdpa.own import Joint, SequenceFirst
 from tests.lightning_tasks.callbacks.modules import VOCABULARY, TinyLM, batches
 from tests.rows import each_row
 
@@ -114,6 +115,42 @@ def test_torch_attention_in_both_layouts(tmp_path, batch_first, max_tokens):
 
     expected = local_lipschitz(fn, x[:, :max_tokens], tol=1e-4).value.mean()
     torch.testing.assert_close(metrics["val/lipschitz/layer_00"], expected, rtol=1e-3, atol=0)
+
+
+class Masked(SequenceFirst):
+    """It does not run on a sequence alone."""
+
+    def forward(self, x, given):
+        return super().forward(x) + 0 * given
+
+
+class Own(pl.LightningModule):
+    """A layer of a class of the user's own, plain, or with a mechanism of which the output is the same."""
+
+    def __init__(self, kind, mechanism=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = kind()
+        if kind is Masked:
+            self.example_input_array = torch.zeros(3, TOKENS, 16)
+        if mechanism is not None:
+            swap_attention(self, mechanism)
+
+    def forward(self, x):
+        x = x if isinstance(self.attention, Joint) else x.transpose(0, 1)
+        return self.attention(x, *[x] * isinstance(self.attention, Masked))
+
+    def validation_step(self, batch, batch_idx):
+        self(torch.cat([batch[0], batch[0].sin()], -1))
+
+
+@pytest.mark.parametrize("max_tokens", [3, None])
+@pytest.mark.parametrize("mechanism", [None, "softmax"])
+@pytest.mark.parametrize("kind", [SequenceFirst, Masked])
+def test_sequence_first_layers_of_a_class_of_ones_own(tmp_path, kind, mechanism, max_tokens):
+    options = {"num_samples": 2, "max_tokens": max_tokens, "tol": 1e-4, "max_iter": 50}
+    expected, found = (validate(Own(each, mechanism), tmp_path, **options) for each in (Joint, kind))
+    torch.testing.assert_close(found["val/lipschitz/layer_00"], expected["val/lipschitz/layer_00"], rtol=1e-3, atol=0)
 
 
 class Padded(pl.LightningModule):
