@@ -95,7 +95,8 @@ def parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
         action=Once,
         choices=["submitit"],
         help="submit the cells of --plan as jobs, and end; --executor.KEY VALUE are options of submitit's AutoExecutor "
-        "(timeout_min, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), and cluster: slurm or local",
+        "(timeout_min, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), and cluster: slurm (the "
+        "default) or local",
     )
     for option in dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--executor.")):
         arguments.add_argument(option, action=Once, dest=option[2:], help=argparse.SUPPRESS)

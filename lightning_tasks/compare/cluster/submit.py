@@ -52,7 +52,7 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
     Args:
         cells: which.
         output: the comparison's folder, in which the jobs' logs are.
-        options: of submitit's ``AutoExecutor``, and ``cluster``.
+        options: of submitit's ``AutoExecutor``, and ``cluster``, by default slurm.
 
     Raises:
         UsageError: submitit refuses an option, or cannot submit.
@@ -63,12 +63,13 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
 
     output, given = output.resolve(), dict(options)
     try:
-        executor = submitit.AutoExecutor(folder=output / JOBS, cluster=given.pop("cluster", None))
+        executor = submitit.AutoExecutor(folder=output / JOBS, cluster=given.pop("cluster", "slurm"))
         executor.update_parameters(name="attnswap", **given)
         with executor.batch():
             jobs = [
                 executor.submit(CellJob(str(output), cell.name, cell.seed)) for cell in cells if not cell.is_finished()
             ]
     except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UsageError(f"--executor submitit: {reason(error)}") from error
+        cure = "; --executor.cluster local runs all cells here" if "srun" in str(error) else ""
+        raise UsageError(f"--executor submitit: {reason(error)}{cure}") from error
     return [str(job.job_id) for job in jobs]

@@ -26,9 +26,9 @@ def compare(comparison, output, *arguments):
 def test_processes_of_this_machine_finish_the_cells(comparison, tmp_path, capsys):
     output = tmp_path / "out"
     compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local", "--executor.timeout_min=5")
-    assert "submitted 3 jobs: " in capsys.readouterr().out
+    assert "submitted 3 jobs, " in capsys.readouterr().out
     cells = plan_cells(read_variants(str(comparison)), [0], output, comparison=comparison.stem)
-    for _ in range(240):
+    for _ in range(600):
         if all(cell.is_finished() for cell in cells):
             break
         time.sleep(0.5)
@@ -46,15 +46,24 @@ def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, 
         (tools / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked.sh"))
-    options = {"cluster": "slurm", "timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
+    options = {"timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
     given = [f"--executor.{key}={value}" for key, value in options.items()]
     compare(comparison, tmp_path / "out", "--executor=submitit", *given, "--executor.slurm_array_parallelism", "2")
-    assert "submitted 3 jobs: 42_0 to 42_2; their logs are in " in capsys.readouterr().out
+    assert "submitted 3 jobs, 42_0 the first and 42_2 the last; their logs are in " in capsys.readouterr().out
     asked = (tmp_path / "asked.sh").read_text()
     for line in ("array=0-2%2", "time=90", "gpus-per-node=1", "partition=long", "job-name=attnswap", "signal=USR2@90"):
         assert f"#SBATCH --{line}\n" in asked
     job = CellJob("out", "slow", 0)
     assert job.checkpoint().function is job
+
+
+def test_nothing_runs_here_where_slurm_was_meant(comparison, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without srun
+    with pytest.raises(SystemExit) as stop:
+        compare(comparison, tmp_path / "out", "--executor", "submitit")
+    assert stop.value.code == 2
+    assert "--executor.cluster local runs all cells here" in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob("jobs/*")]
 
 
 def test_an_option_that_submitit_does_not_know_is_refused(comparison, tmp_path, capsys):
