@@ -62,7 +62,7 @@ def executor_parser(given: Sequence[str]) -> argparse.ArgumentParser:
         choices=["submitit"],
         help="submit what is asked for as jobs (of --plan one a cell), and end; --executor.KEY VALUE are options of "
         "submitit's AutoExecutor (timeout_min, nodes, gpus_per_node, slurm_partition, slurm_array_parallelism, ...), "
-        "and cluster: slurm or local",
+        "and cluster: slurm (the default) or local",
     )
     for option in dict.fromkeys(text.partition("=")[0] for text in given if text.startswith("--executor.")):
         arguments.add_argument(option, action=Once, dest=option[2:], help=argparse.SUPPRESS)

@@ -126,7 +126,7 @@ def planned(output: Path) -> tuple[Comparison, Plan]:
 
 def _submit(cells: Sequence[Cell], options: argparse.Namespace) -> None:
     jobs = submit(cells, options.output, executor_options(options))
-    numbers = f": {jobs[0]} to {jobs[-1]}" if jobs else ""
+    numbers = f", {jobs[0]} the first and {jobs[-1]} the last" if jobs else ""
     print(f"submitted {len(jobs)} jobs{numbers}; their logs are in {options.output / JOBS}")
     print(f"attnswap compare {options.output} --status; the same command without --executor writes the tables")
 

@@ -106,7 +106,7 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
     Args:
         cells: which.
         output: the comparison's folder, in which the jobs' logs are.
-        options: of submitit's ``AutoExecutor``, and ``cluster``.
+        options: of submitit's ``AutoExecutor``, and ``cluster``, by default slurm.
 
     Raises:
         UsageError: submitit refuses an option, or cannot submit.
@@ -123,10 +123,11 @@ def _submitted(jobs: Sequence[Any], folder: Path, options: Mapping[str, Any]) ->
 
     given = dict(options)
     try:
-        executor = submitit.AutoExecutor(folder=folder, cluster=given.pop("cluster", None))
+        executor = submitit.AutoExecutor(folder=folder, cluster=given.pop("cluster", "slurm"))
         executor.update_parameters(name="attnswap", **given)
         with executor.batch():
             submitted = [executor.submit(job) for job in jobs]
     except (NameError, TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UsageError(f"--executor submitit: {reason(error)}") from error
+        cure = "; --executor.cluster local runs all here" if "srun" in str(error) else ""
+        raise UsageError(f"--executor submitit: {reason(error)}{cure}") from error
     return [str(job.job_id) for job in submitted]

@@ -28,9 +28,9 @@ def compare(comparison, output, *arguments):
 def test_processes_of_this_machine_finish_the_cells(comparison, tmp_path, capsys):
     output = tmp_path / "out"
     compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local", "--executor.timeout_min=5")
-    assert "submitted 3 jobs: " in capsys.readouterr().out
+    assert "submitted 3 jobs, " in capsys.readouterr().out
     cells = plan_cells(read_variants(str(comparison)), [0], output, comparison=comparison.stem)
-    for _ in range(240):
+    for _ in range(600):
         if all(cell.is_finished() for cell in cells):
             break
         time.sleep(0.5)
@@ -54,10 +54,10 @@ def stub(tmp_path, monkeypatch):
 
 
 def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, capsys, stub):
-    options = {"cluster": "slurm", "timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
+    options = {"timeout_min": 90, "gpus_per_node": 1, "slurm_partition": "long"}
     given = [f"--executor.{key}={value}" for key, value in options.items()]
     compare(comparison, tmp_path / "out", "--executor=submitit", *given, "--executor.slurm_array_parallelism", "2")
-    assert "submitted 3 jobs: 42_0 to 42_2; their logs are in " in capsys.readouterr().out
+    assert "submitted 3 jobs, 42_0 the first and 42_2 the last; their logs are in " in capsys.readouterr().out
     asked = stub.read_text()
     for line in ("array=0-2%2", "time=90", "gpus-per-node=1", "partition=long", "job-name=attnswap", "signal=USR2@90"):
         assert f"#SBATCH --{line}\n" in asked
@@ -67,7 +67,7 @@ def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, 
 
 def test_a_fit_is_one_job_on_several_nodes_that_goes_on_where_it_was(demo, tmp_path, capsys, stub, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"cluster": "slurm", "nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "timeout_min": 30}
+    options = {"nodes": 2, "tasks_per_node": 4, "gpus_per_node": 4, "timeout_min": 30}
     given = [f"--executor.{key}={value}" for key, value in options.items()]
     main(["fit", str(demo), "--trainer.num_nodes=2", "--executor", "submitit", *given])
     assert "submitted the job 42; its log is in jobs" in capsys.readouterr().out
@@ -99,9 +99,18 @@ def test_a_fit_runs_on_this_machine(demo, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("wrong", ["--model.rates=1", "--executor.gpu=1"])
 def test_a_fit_that_is_refused_is_not_submitted(demo, wrong, stub, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["fit", str(demo), "--executor", "submitit", "--executor.cluster=slurm", wrong])
+        main(["fit", str(demo), "--executor", "submitit", wrong])
     assert stop.value.code == 2
     assert not stub.exists()
+
+
+def test_nothing_runs_here_where_slurm_was_meant(comparison, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without srun
+    with pytest.raises(SystemExit) as stop:
+        compare(comparison, tmp_path / "out", "--executor", "submitit")
+    assert stop.value.code == 2
+    assert "--executor.cluster local runs all here" in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob("jobs/*")]
 
 
 def test_an_option_that_submitit_does_not_know_is_refused(comparison, tmp_path, capsys):
