@@ -83,16 +83,23 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
     reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
     are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
-    that belongs to no epoch.
+    that belongs to no epoch. At the end of an epoch that it resumes, Lightning would leave `ReduceLROnPlateau` out.
     """
     loop = trainer.fit_loop
+    of_epoch = loop.epoch_loop
+
+    def advance(*arguments: Any) -> None:
+        del of_epoch.advance  # type: ignore[method-assign]
+        loop._restarting = False
+        of_epoch.advance(*arguments)
 
     def run() -> None:
         del loop.run  # type: ignore[method-assign]
         loop._combined_loader = None
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
-            loop._restarting = loop.epoch_loop.restarting = False
+            loop._restarting = of_epoch.restarting = False
+        of_epoch.advance = advance  # type: ignore[method-assign, assignment]
         loop.run()
 
     loop.run = run  # type: ignore[method-assign]
