@@ -1,12 +1,14 @@
 """A data loader that a resumed run goes on with where the killed one was."""
 
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, get_worker_info
 
 from .windows import EpochShuffle
 
@@ -26,8 +28,9 @@ class ResumableLoader(DataLoader):
 
     What was given before is left out, not loaded again. The order follows from seed and epoch alone: with
     `shuffle=True` it is that of :class:`EpochShuffle`, without it that of the data set. A resumed loader goes on with
-    the seed of its checkpoint. Random transforms in worker processes draw anew in an epoch that is resumed; in the
-    training process they draw from the global random state, which :class:`~attnswap.callbacks.ExactResume` restores.
+    the seed of its checkpoint. In worker processes what random transforms draw for a batch, by torch, `random` or
+    `numpy.random`, follows from seed, epoch and the batch's place, however many workers there are. In the training
+    process they draw from the global random states, which :class:`~attnswap.callbacks.ExactResume` restores.
 
     Args:
         dataset: has a length and items by index.
@@ -132,6 +135,24 @@ class ResumableLoader(DataLoader):
             self._order.seed = state["seed"]
 
 
+class _Drawn:
+    """The indices of a batch on their way to a worker process, which draws for them from a seed of their own."""
+
+    def __init__(self, indices: Any, seed: int) -> None:
+        self.indices, self.seed = indices, seed
+
+    def __reduce__(self) -> Any:
+        return _drawn, (self.indices, self.seed % 2**32)
+
+
+def _drawn(indices: Any, seed: int) -> Any:
+    if get_worker_info() is not None:
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002 - what transforms draw from
+        torch.default_generator.manual_seed(seed)
+    return indices
+
+
 class _Rest:
     """The batches of indices that the loader is not to skip; nothing that it skips is loaded."""
 
@@ -142,7 +163,13 @@ class _Rest:
 
     def __iter__(self) -> Iterator[Any]:
         loader = self.loader()
-        return islice(iter(self.batches), loader._skip if loader is not None else 0, None)
+        skip = loader._skip if loader is not None else 0
+        rest = islice(iter(self.batches), skip, None)
+        if loader is None or not loader.num_workers:
+            return rest
+        order = loader._order
+        own = (*(int(getattr(order, name, 0) or 0) for name in ("seed", "rank")), int(order.epoch))
+        return (_Drawn(batch, hash((*own, place))) for place, batch in enumerate(rest, start=skip))
 
     def __len__(self) -> int:
         return len(self.batches)

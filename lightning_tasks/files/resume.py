@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import random
+import struct
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from torch import Tensor, distributed
 
@@ -15,20 +18,46 @@ from lightning_tasks.training.hparams import import_object
 
 
 def random_state(device: torch.device) -> list[Tensor]:
-    """The state of the processor, and that of ``device`` where it is a GPU, of this process."""
+    """The states of torch, for the processor and for ``device`` where it is a GPU, of this process."""
     own = [torch.get_rng_state()]
     if device.type == "cuda":
         own.append(torch.cuda.get_rng_state(device))
     return own
 
 
+def _of_python() -> Tensor:
+    """What `random` and `numpy.random` draw from, as integers: a checkpoint's tensors are read without unpickling."""
+    _, words, gauss = random.getstate()
+    own = [*words, gauss is not None, _bits(gauss or 0.0)]
+    found = np.random.get_state(legacy=False)  # noqa: NPY002 - what transforms draw from
+    if found["bit_generator"] == "MT19937":
+        own += [found["has_gauss"], _bits(found["gauss"]), found["state"]["pos"], *found["state"]["key"].tolist()]
+    return torch.tensor(own)
+
+
+def _set_python(state: Tensor) -> None:
+    values = state.tolist()
+    random.setstate((3, tuple(values[:625]), _number(values[626]) if values[625] else None))
+    if of_numpy := values[627:]:
+        has, gauss, place, *key = of_numpy
+        np.random.set_state(("MT19937", np.array(key, np.uint32), place, has, _number(gauss)))  # noqa: NPY002
+
+
+def _bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _number(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
 def gather_random_states(device: torch.device) -> list[list[Tensor]]:
-    """By rank: the state of the processor, and that of ``device`` where it is a GPU.
+    """By rank: the states of torch, for the processor and for ``device`` where it is a GPU, of Python and of NumPy.
 
     Each process uses one device, so what it has as the state of the others is not what they draw from. All processes
     must call this.
     """
-    own = random_state(device)
+    own = [*random_state(device), _of_python()]
     if not (distributed.is_available() and distributed.is_initialized()):
         return [own]
     states: list[list[Tensor]] = [[] for _ in range(distributed.get_world_size())]
@@ -41,6 +70,8 @@ def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device
     if rank >= len(states):
         return
     cpu, *devices = states[rank]
+    if devices and devices[-1].dtype == torch.int64:  # not in checkpoints of earlier versions
+        _set_python(devices.pop())
     torch.set_rng_state(cpu.cpu())
     if device.type == "cuda" and devices:
         torch.cuda.set_rng_state(devices[0].cpu(), device)
@@ -52,16 +83,23 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
     reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
     are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
-    that belongs to no epoch.
+    that belongs to no epoch. At the end of an epoch that it resumes, Lightning would leave `ReduceLROnPlateau` out.
     """
     loop = trainer.fit_loop
+    of_epoch = loop.epoch_loop
+
+    def advance(*arguments: Any) -> None:
+        del of_epoch.advance  # type: ignore[method-assign]
+        loop._restarting = False
+        of_epoch.advance(*arguments)
 
     def run() -> None:
         del loop.run  # type: ignore[method-assign]
         loop._combined_loader = None
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
-            loop._restarting = loop.epoch_loop.restarting = False
+            loop._restarting = of_epoch.restarting = False
+        of_epoch.advance = advance  # type: ignore[method-assign, assignment]
         loop.run()
 
     loop.run = run  # type: ignore[method-assign]

@@ -47,7 +47,7 @@ def sources_of(settings: Sequence[Any], folder: Path | None = None) -> Sources:
     named = dict.fromkeys(_texts(settings, folder or Path.cwd(), set()))
     texts = dict.fromkeys(text for text, _ in named)
     for text in (*texts, *_registered({*texts})):
-        if "." in text and all(map(str.isidentifier, text.split("."))):
+        if _is_import_path(text):
             found.update(_of_code(text))
     for text, beside in named:
         for name, path in _paths(text, beside).items():
@@ -185,18 +185,24 @@ def _distributions() -> Mapping[str, list[str]]:
 @lru_cache(maxsize=4_096)
 def _is_installed(file: Path, module: str) -> bool:
     """Whether a module is of an installed distribution, or of Python itself."""
-    if _is_in_packages(file):
+    if is_in_packages(file):
         return bool(_package(module))
     return file.is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
-def _is_in_packages(file: Path) -> bool:
+def is_in_packages(file: Path) -> bool:
+    """Whether a file is one of an installed package."""
     return not {"site-packages", "dist-packages"}.isdisjoint(file.parts)
+
+
+def is_of_attnswap(file: Path) -> bool:
+    """Whether a file is one of attnswap, in a checkout or installed."""
+    return any(map(file.is_relative_to, _OURS))
 
 
 def _is_ours(file: Path) -> bool:
     """Whether a file is of this checkout of attnswap, whose commit is recorded."""
-    return any(map(file.is_relative_to, _OURS)) and not _is_in_packages(file)
+    return is_of_attnswap(file) and not is_in_packages(file)
 
 
 def _module_file(name: str) -> Path | None:
@@ -250,7 +256,7 @@ def _with_packages(name: str) -> list[tuple[Path, str]]:
 
 @lru_cache(maxsize=4_096)
 def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
-    """The import paths that a module's text imports, also in functions; none where it is no text of Python."""
+    """The import paths that a module's text imports or has as strings, also in functions; none of other than Python."""
     try:
         parsed = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -262,12 +268,18 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom):
             base = _absolute("." * node.level + (node.module or ""), package)
             found += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_import_path(node.value):
+            found.append(node.value)
         elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             values = [*node.args, *(each.value for each in node.keywords)]
             texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             packages = [package, *(text.split(".") for text in texts)]
             found += [_absolute(text, each) for text in texts for each in packages]
     return tuple(dict.fromkeys(found))
+
+
+def _is_import_path(text: str) -> bool:
+    return "." in text and all(map(str.isidentifier, text.split(".")))
 
 
 def _called(node: ast.Call) -> str:

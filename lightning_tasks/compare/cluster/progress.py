@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.cluster.unsaved import unsaved_state
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.files.sources import Sources, changed_sources
 from lightning_tasks.files.weights import read_checkpoint
@@ -88,9 +90,12 @@ def forget_progress(cell: Cell) -> None:
 class KeepProgress(pl.Callback):
     """Saves a cell's state while it fits, each time that a twenty-fifth of its steps is done.
 
-    A checkpoint is made when a step ends after which no validation follows, or an epoch; where a training metric is
-    averaged over the epoch, which no checkpoint holds, when an epoch ends alone. It counts from the next step on, when
-    what its own step logged is in the log. Without it a cell runs the same, bit by bit.
+    A checkpoint is made when a step ends after which no validation follows, or an epoch. It is made when an epoch ends
+    alone, where a training metric is averaged over the epoch, which no checkpoint holds, or where the module has an
+    `on_train_batch_end`, which comes later. None is made where a batch only adds to gradients, where a schedule on a
+    plateau is still to see what was logged, or while something that no checkpoint holds is not as it was at the start
+    (:func:`.unsaved_state`); where that is so at an epoch's end, none any more. A checkpoint counts from the next step
+    on, when what its own step logged is in the log. Without it a cell runs the same, bit by bit.
 
     Args:
         cell: whose.
@@ -103,6 +108,8 @@ class KeepProgress(pl.Callback):
         self._began = time.monotonic()
         self._every, self._last, self._free = 1, start.step, 0.0
         self._waiting: int | None = None
+        self._at_start: dict[str, str] | None = None
+        self._before_batch = -1
         self._given_up = False
         self.made = False
         """Whether this process has made a checkpoint that counts."""
@@ -122,6 +129,9 @@ class KeepProgress(pl.Callback):
         """Count the steps to the next checkpoint; there is none where no loader would know its place."""
         steps = trainer.estimated_stepping_batches
         self._every = max(1, int(steps) // _PARTS) if math.isfinite(steps) else 1
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
+        for finder in (each for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder))):
+            self._give_up(f"{type(finder).__name__} begins each fit at its first step")
         loaders = trainer.fit_loop._combined_loader
         for loader in loaders.flattened if loaders is not None else ():
             if not hasattr(loader, "load_state_dict"):
@@ -129,30 +139,46 @@ class KeepProgress(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Have the checkpoint of the step before count."""
-        self._publish(trainer)
+        self._begin(trainer)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         """Have the checkpoint of the step before count."""
+        self._begin(trainer)
+
+    def _begin(self, trainer: pl.Trainer) -> None:
         self._publish(trainer)
+        self._before_batch = trainer.global_step
+        if self._at_start is None and not self._given_up:  # a fit that resumes within an epoch has no start of one
+            self._at_start = unsaved_state(trainer)
 
     def at_end_of_step(self, trainer: pl.Trainer) -> None:
         """Make a checkpoint within an epoch, where one is due."""
         loop = trainer.fit_loop.epoch_loop
         ends = loop._num_ready_batches_reached() or loop._is_training_done or loop._should_accumulate()
         averages = any(result.meta.on_epoch for result in loop._results.values())
+        later = is_overridden("on_train_batch_end", trainer.lightning_module)
         fetcher = trainer.fit_loop._data_fetcher
-        if ends or averages or fetcher is None or loop._should_check_val_fx(fetcher):
+        if ends or averages or later or fetcher is None or loop._should_check_val_fx(fetcher):
             return
-        self.save(trainer)
+        self.save(trainer, "step")
 
-    def save(self, trainer: pl.Trainer) -> None:
-        """Make a checkpoint, where one is due."""
+    def save(self, trainer: pl.Trainer, interval: str) -> None:
+        """Make a checkpoint at the end of a "step" or an "epoch", where one is due."""
         if trainer.global_step - self._last < self._every:
             return
         due = not self._given_up and time.monotonic() >= self._free
         if not (trainer.strategy.broadcast(due) if trainer.world_size > 1 else due):
             return
+        adds = trainer.global_step == self._before_batch  # to gradients, which no checkpoint holds
+        schedules = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if adds or any(config.interval == interval for config in schedules):
+            return
         step, began = trainer.global_step, time.monotonic()
+        if changed := changed_sources(self._at_start or {}, unsaved_state(trainer)):
+            if interval == "epoch":
+                self._give_up(f"it would not hold {', '.join(changed[:5])}, which changed while it trained")
+            self._free = time.monotonic() + _PAUSE * (time.monotonic() - began)
+            return
         path = checkpoint_of(self._cell, step)
         try:
             trainer.save_checkpoint(path)
@@ -200,4 +226,4 @@ class _AtEnd(Checkpoint):
         self._progress.at_end_of_step(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._progress.save(trainer)
+        self._progress.save(trainer, "epoch")

@@ -1,6 +1,10 @@
 """A loader that goes on within an epoch, and what it refuses."""
 
+import random
+
+import numpy as np
 import pytest
+import torch
 from attnswap.datamodules import EpochShuffle, ResumableLoader
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +25,17 @@ class Stream(IterableDataset):
         return iter(DATA)
 
 
+class Draws:
+    """Items of which each is drawn."""
+
+    def __len__(self):
+        return len(DATA)
+
+    def __getitem__(self, index):
+        drawn = random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002 - what transforms draw from
+        return torch.tensor(drawn, dtype=torch.float64)
+
+
 class Told(list):
     """Is told the epoch, and does not say it."""
 
@@ -30,6 +45,23 @@ class Told(list):
 
 def batches(loader):
     return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_workers_draw_what_seed_epoch_and_place_say(size, monkeypatch):
+    def drawn(workers, epoch=0, state=None):
+        loader = ResumableLoader(Draws(), size, shuffle=True, num_workers=workers)
+        loader.sampler.set_epoch(epoch)
+        if state is not None:
+            loader.load_state_dict(state)
+        return batches(loader)
+
+    whole = drawn(1)
+    assert len({str(each) for each in [*whole, *drawn(1, epoch=1)]}) == 2 * len(whole)
+    assert drawn(2) == whole
+    assert drawn(1, state={"epoch": 0, "batches": 2}) == whole[2:]
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    assert drawn(1)[0] != whole[0]
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,33 @@ def test_a_later_hook_may_ask_for_the_number_of_steps(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("at", [8, 11])
+def test_a_schedule_on_a_plateau_sees_the_epoch_that_was_resumed(tmp_path, at):
+    def module(kill_at=None):
+        made = module_of("lightning.pytorch", False, kill_at)
+
+        def configure():
+            optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
+            made.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made.plateau, "monitor": "batches"}}
+
+        made.configure_optimizers = configure
+        made.on_train_batch_end = lambda *_: made.log("batches", 1.0)
+        return made
+
+    callbacks = [ExactResume()]
+    whole = module()
+    expected = fitted("lightning.pytorch", tmp_path / "whole", whole, 18, callbacks=callbacks)
+    killed = module(at)
+    with pytest.raises(Killed):
+        fitted("lightning.pytorch", tmp_path / "killed", killed, at, callbacks=callbacks)
+    (saved,) = (tmp_path / "killed").glob("*.ckpt")
+    resumed = module()
+    found = fitted("lightning.pytorch", tmp_path / "resumed", resumed, 18, str(saved), callbacks)
+    assert resumed.plateau.state_dict() == whole.plateau.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
     """Where this fails, Lightning has mended it, and the callback need not."""
     package = "lightning.pytorch"

@@ -4,6 +4,7 @@ import json
 import socket
 
 import pytest
+import yaml
 from lightning.pytorch import Callback, Trainer
 
 from lightning_tasks.compare.cell import RESULT
@@ -96,6 +97,62 @@ def test_it_ends_as_one_that_was_not_killed(kind, further, kills, tmp_path, at_o
     assert runs[0] == socket.gethostname()
     assert not list(cut.folder.rglob("*.ckpt"))
     assert not (cut.folder / FILE).exists()
+
+
+OWN = "tests.lightning_tasks.compare.cluster.own_module"
+LIGHTNING = "lightning.pytorch.callbacks"
+# module, its kind, who draws in the data, workers, a callback; and from which step a cell goes on that ends in its 5th,
+# and in its 8th, where an epoch has 6
+ROWS = {
+    "plain": (("OwnModule", "plain", "", 0, None), 4, 7),
+    "drawn by python": (("OwnModule", "plain", "python", 0, None), 4, 7),
+    "drawn by numpy": (("OwnModule", "plain", "numpy", 0, None), 4, 7),
+    "drawn by python in workers": (("OwnModule", "plain", "python", 1, None), 4, 7),
+    "drawn by torch in workers": (("OwnModule", "plain", "torch", 1, None), 4, 7),
+    "a generator of the data": (("OwnModule", "plain", "own", 0, None), 0, 0),
+    "a list": (("OwnModule", "a list", "", 0, None), 0, 6),
+    "a metric": (("OwnModule", "a metric", "", 0, None), 0, 6),
+    "a count": (("OwnModule", "a count", "", 0, None), 0, 0),
+    "a buffer": (("OwnModule", "a buffer", "", 0, None), 0, 0),
+    "later than callbacks": (("LateModule", "plain", "", 0, None), 0, 6),
+    "adds to gradients": (("OwnModule", "adds to gradients", "", 0, None), 1, 1),
+    "plateau by steps": (("OwnModule", "plateau by steps", "", 0, None), 0, 6),
+    "plateau by epochs": (("OwnModule", "plateau by epochs", "", 0, None), 4, 7),
+    "a callback": (("OwnModule", "plain", "", 0, f"{OWN}.Counts"), 0, 0),
+    "a finder": (("OwnModule", "plain", "", 0, f"{LIGHTNING}.LearningRateFinder"), 0, 0),
+}
+
+
+@pytest.fixture
+def own_cell(tmp_path):
+    def make(module, kind, by, workers, callback, place):
+        path = tmp_path / "own.yaml"
+        trainer = {"accelerator": "cpu", "max_epochs": 3, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
+        if callback is not None:
+            further = {"attr_name": "rate", "num_training_steps": 3} if callback.startswith(LIGHTNING) else {}
+            trainer["callbacks"] = [{"class_path": callback, "init_args": further}]
+        settings = {
+            "model": {"class_path": f"{OWN}.{module}", "init_args": {"kind": kind}},
+            "data": {"class_path": f"{OWN}.OwnData", "init_args": {"by": by, "workers": workers}},
+            "trainer": trainer,
+        }
+        path.write_text(yaml.safe_dump(settings))
+        return plan_cells([Variant("it", str(path), ())], [3], tmp_path / place)[0]
+
+    return make
+
+
+@pytest.mark.parametrize(("of", "within", "after"), ROWS.values(), ids=ROWS)
+def test_what_no_checkpoint_holds_is_not_lost(of, within, after, own_cell, at_once):
+    whole = own_cell(*of, "whole")
+    run_cell(whole)
+    for batch, step in ((5, within), (8, after)):
+        cut = own_cell(*of, f"cut_{batch}")
+        run_killed(cut, batch)
+        run_cell(cut)
+        assert result(cut) == result(whole)
+        host = socket.gethostname()
+        assert cut.result()["runs"] == [host, *([f"{host} from step {step}"] if step else [])]
 
 
 @pytest.fixture

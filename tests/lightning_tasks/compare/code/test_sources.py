@@ -120,6 +120,11 @@ def test_odd_projects_are_read(project):
     assert len(sources_of(["circle.yaml"])) == 1
 
 
+def test_a_string_of_own_code_may_be_an_import_path(project):
+    (project / "my_helper.py").write_text("swap_attention(model, 'my_namespace.inner.Callback', 'val.loss', 'a. b')\n")
+    assert "my_namespace.inner (inner.py)" in sources_of([{"x": "my_mechanism.mine"}])
+
+
 def test_files_beside_the_file_that_names_them_count(project):
     for name, text in {"base.json": '{"x": "more.yaml"}', "more.yaml": "y: deep.pt", "deep.pt": "weights"}.items():
         (project / "conf").mkdir(exist_ok=True)
