@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -84,7 +85,10 @@ def read_progress(cell: Cell, sources: Sources) -> Progress | None:
 def forget_progress(cell: Cell) -> None:
     """Remove the checkpoints of a cell."""
     for path in (cell.folder / FILE, *cell.folder.glob("progress-*.ckpt*")):
-        path.unlink(missing_ok=True)
+        if path.is_dir():  # of a strategy that shards
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class KeepProgress(pl.Callback):
