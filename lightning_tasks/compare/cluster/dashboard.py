@@ -12,6 +12,7 @@ from typing import Any
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.figures.forest import draw_forest
+from lightning_tasks.runs.loggers import wandb_library
 from lightning_tasks.runs.wandb_runs import RunLabels, go_offline_without_key, one_run, wandb_arguments
 
 
@@ -46,9 +47,9 @@ def log_verdict(cells: Sequence[Cell], summary: Sequence[SummaryRow], output: Pa
 
 
 def _shown(columns: Sequence[str], rows: Sequence[dict[str, Any]], summary: Sequence[SummaryRow]) -> dict[str, Any]:
-    import wandb
     from matplotlib.figure import Figure
 
+    wandb = wandb_library()
     shown: dict[str, Any] = {
         "differences": wandb.Table(columns=[*columns], data=[[row[name] for name in columns] for row in rows])
     }
