@@ -291,8 +291,11 @@ class SDPAHost(Host):
         return _other_kernel(module, found)
 
     def seam(self, layer: nn.Module) -> Seam:
-        """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
-        if isinstance(layer, SwappedSDPA):
+        """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped.
+
+        Where nothing was then, the record tells it now.
+        """
+        if isinstance(layer, SwappedSDPA) and (layer.seam.heads is not None or layer not in known().calls):
             return layer.seam
         if self._known is not None:
             return self._known
