@@ -295,10 +295,9 @@ class SDPAHost(Host):
 
         Where nothing was then, the record tells it now.
         """
-        if isinstance(layer, SwappedSDPA) and (layer.seam.heads is not None or layer not in known().calls):
-            return layer.seam
-        if self._known is not None:
-            return self._known
+        before = layer.seam if isinstance(layer, SwappedSDPA) else self._known
+        if before is not None and (before.heads is not None or layer not in known().calls):
+            return before
         record = known() if layer in known().calls else tried(layer)
         calls = record.calls.get(layer)
         return replace(calls[0].seam(layer), calls=record.each_forward(layer)) if calls else Seam()
