@@ -291,13 +291,11 @@ class SDPAHost(Host):
         return _other_kernel(module, found)
 
     def seam(self, layer: nn.Module) -> Seam:
-        """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped.
-
-        Where nothing was then, the record tells it now.
-        """
-        before = layer.seam if isinstance(layer, SwappedSDPA) else self._known
-        if before is not None and (before.heads is not None or layer not in known().calls):
-            return before
+        """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
+        if isinstance(layer, SwappedSDPA):
+            return layer.seam
+        if self._known is not None:
+            return self._known
         record = known() if layer in known().calls else tried(layer)
         calls = record.calls.get(layer)
         return replace(calls[0].seam(layer), calls=record.each_forward(layer)) if calls else Seam()
