@@ -119,7 +119,7 @@ def swap_attention(
     """
     _refuse_wrapped(model)
     try:
-        with knowing(known() if example is None else record_of(model, example)):
+        with knowing(_shown(model) if example is None else record_of(model, example)):
             return _swap(model, mechanism, where, layers, exclude, mechanism_options)
     except ValueError:
         own = None if example is not None else own_record(model)
@@ -165,6 +165,16 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
     for layer in survey(model).layers:
         if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them
             layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
+
+
+def _shown(model: nn.Module) -> Record:
+    """As :func:`_needed_record`, of all layers; what is known where the example does not run."""
+    if getattr(model, "example_input_array", None) is None:
+        return known()
+    try:
+        return _needed_record(model, [layer.name for layer in survey(model).layers])
+    except AttentionSwapError:
+        return known()
 
 
 def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
