@@ -1,5 +1,6 @@
 """A data loader that a resumed run goes on with where the killed one was."""
 
+import os
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -14,9 +15,16 @@ from .windows import EpochShuffle
 
 
 class InOrder(SequentialSampler):
-    """The order of the data set, in every epoch: a `SequentialSampler` that is told the epoch."""
+    """The order of the data set, in every epoch: a `SequentialSampler` that is told the epoch.
+
+    Its seed, that of `seed_everything`, is for what worker processes draw.
+    """
 
     epoch = 0
+
+    def __init__(self, samples: Any) -> None:
+        super().__init__(samples)
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Note the epoch; Lightning calls this."""

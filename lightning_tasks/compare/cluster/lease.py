@@ -166,9 +166,10 @@ def _following(path: Path, last: Path) -> Path | None:
     """The file of who takes over the lease from the owner of `last`; None where that has ended."""
     try:
         with last.open("rb") as file:
-            return path.with_name(f"{path.name}.{hashlib.sha256(file.read(_MOST_BYTES)).hexdigest()[:32]}")
+            content = last.name.encode() + file.read(_MOST_BYTES)  # two that nothing could be written into are alike
     except OSError:
         return None
+    return path.with_name(f"{path.name}.{hashlib.sha256(content).hexdigest()[:32]}")
 
 
 def _read(path: Path) -> Owner | None:
@@ -224,6 +225,10 @@ def _made(path: Path, owner: Owner) -> bool:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump(asdict(owner), file)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(asdict(owner), file)
+    except OSError:  # a full disk
+        path.unlink(missing_ok=True)
+        raise
     return True

@@ -47,10 +47,11 @@ def batches(loader):
     return [batch.tolist() for batch in loader]
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("size", [3, None])
-def test_workers_draw_what_seed_epoch_and_place_say(size, monkeypatch):
+def test_workers_draw_what_seed_epoch_and_place_say(size, shuffle, monkeypatch):
     def drawn(workers, epoch=0, state=None):
-        loader = ResumableLoader(Draws(), size, shuffle=True, num_workers=workers)
+        loader = ResumableLoader(Draws(), size, shuffle=shuffle, num_workers=workers)
         loader.sampler.set_epoch(epoch)
         if state is not None:
             loader.load_state_dict(state)

@@ -6,9 +6,8 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
-from threading import Timer
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -43,14 +42,18 @@ def test_two_commands_at_once_share_the_cells_and_write_the_same_tables(comparis
 
 
 def test_a_cell_that_another_command_runs_is_waited_for(comparison, monkeypatch):
-    monkeypatch.setattr(workers, "_LOOK", 0.1)
-    lease = Path("out/leases/cells/demo/seed_0")
+    lease, looks = Path("out/leases/cells/demo/seed_0"), []
     lease.parent.mkdir(parents=True)
     lease.write_text("of somebody")
-    Timer(8.0, lease.unlink).start()
-    began = time.monotonic()
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            lease.unlink()
+
+    monkeypatch.setattr(workers, "time", SimpleNamespace(sleep=sleep))
     main(comparison)
-    assert time.monotonic() - began > 8.0
+    assert looks == [workers._LOOK] * 3
     assert Path("out/cells/demo/seed_0/result.json").is_file()
 
 

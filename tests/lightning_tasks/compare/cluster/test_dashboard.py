@@ -1,7 +1,6 @@
 """The verdict of a comparison in W&B, read from its offline files."""
 
 import json
-import math
 
 import pytest
 import yaml
@@ -59,7 +58,6 @@ def test_it_is_a_run_in_the_group_of_the_cells(cells, tmp_path):
         f"{key}/high": -0.05,
         f"{key}/verdict": "lower",
     }
-    assert math.isnan(SUMMARY[2].low)
 
 
 def test_nothing_is_logged_where_the_cells_log_nothing_there(cells, tmp_path):

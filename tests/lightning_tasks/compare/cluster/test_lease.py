@@ -99,6 +99,28 @@ def test_a_file_that_cannot_be_read_is_held_by_somebody_until_it_is_old(path, te
         pass
 
 
+def test_several_that_nothing_could_be_written_into_are_taken_over(path):
+    """As on a disk that was full when each of them was made."""
+    path.parent.mkdir(parents=True)
+    for _ in range(3):
+        empty = path if not path.exists() else lease._following(path, lease._chain(path)[-1])
+        empty.touch()
+        os.utime(empty, (time.time() - lease.PATIENCE - 5,) * 2)
+    with held(path, "it"):
+        assert owner_of(path).process == os.getpid()
+    assert [*path.parent.iterdir()] == []
+
+
+def test_a_full_disk_leaves_no_lease(path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lease.json, "dump", full)
+    with pytest.raises(OSError, match="No space left"), held(path, "it"):
+        pass
+    assert [*path.parent.iterdir()] == []
+
+
 def test_a_sign_of_life_keeps_it_and_one_that_was_taken_over_is_lost(path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 0.05)
     with held(path, "it") as mine:
