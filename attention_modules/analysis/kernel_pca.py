@@ -59,9 +59,9 @@ def projection_loss(
 
     Args:
         q: queries ``[B, H, N, d]``.
-        k: keys ``[B, H, N, d]``.
+        k: keys ``[B, H, M, d]``; M is N, but where keys are of another sequence or of a reduced image.
         h: what attention gave, before the output projection, ``[B, H, N, d_v]``.
-        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, N]``.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         scale: factor on the logits, 1/sqrt(d) where None.
 
@@ -76,9 +76,10 @@ def projection_loss(
         >>> projection_loss(q, k, torch.zeros(1, 3, 5, 8)).absolute.shape
         torch.Size([1, 3])
     """
-    _check(q=q, k=k, h=h)
-    if q.shape != k.shape:
-        raise ValueError(f"q and k must be alike, got {tuple(q.shape)} and {tuple(k.shape)}")
+    _check(1, q=q, h=h)
+    _check(1, k=k)
+    if q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"q and k must be alike but for their tokens, got {tuple(q.shape)} and {tuple(k.shape)}")
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     q, k, h = (to_float64(x) for x in (q, k, h))
     logits = _scale(q, scale) * q @ k.mT
@@ -165,7 +166,7 @@ def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None 
         >>> found.eigenvalues.shape
         torch.Size([1, 3, 4])
     """
-    _check(k=k)
+    _check(2, k=k)
     tokens, components = k.shape[2], k.shape[3] if components is None else components
     if isinstance(components, bool) or not isinstance(components, int) or components < 1:
         raise ValueError(f"components must be an integer of at least 1, got {components!r}")
@@ -212,7 +213,7 @@ def compare_values(v: Tensor, predicted: Tensor) -> dict[str, Tensor]:
         >>> compare_values(v, v)["direct_cosine"].round(decimals=3)
         tensor([[1., 1., 1.]], dtype=torch.float64)
     """
-    _check(v=v, predicted=predicted)
+    _check(2, v=v, predicted=predicted)
     if v.shape != predicted.shape:
         raise ValueError(f"v and predicted must be alike, got {tuple(v.shape)} and {tuple(predicted.shape)}")
     v, predicted = to_float64(v), to_float64(predicted)
@@ -282,7 +283,7 @@ def eigen_residual(k: Tensor, v: Tensor, *, scale: float | None = None) -> Tenso
 
 def _coefficients(k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Â, its columns of unit norm, and its image under the centered K_φ."""
-    _check(k=k, v=v)
+    _check(2, k=k, v=v)
     kernel, log_g = _kernel(to_float64(k), scale)
     # A factor on a column changes nothing: g is taken relative to its largest, which cannot overflow.
     a = (log_g - log_g.amax(-1, keepdim=True)).exp().unsqueeze(-1) * to_float64(v)
@@ -359,13 +360,13 @@ def _tiny(values: Tensor) -> float:
     return torch.finfo(values.dtype).tiny
 
 
-def _check(**tensors: Tensor) -> None:
-    """Raise a ValueError where tensors are not ``[B, H, N, d]`` of the same B, H and N, finite, with two tokens."""
+def _check(least: int, **tensors: Tensor) -> None:
+    """Raise a ValueError where tensors are not ``[B, H, N, d]`` of the same B, H and N >= least, finite."""
     (first, like), *_ = tensors.items()
     for name, tensor in tensors.items():
-        if tensor.dim() != 4 or tensor.shape[:3] != like.shape[:3] or tensor.shape[2] < 2:
+        if tensor.dim() != 4 or tensor.shape[:3] != like.shape[:3] or tensor.shape[2] < least:
             raise ValueError(
-                f"{name} must be [B, H, N, d] with the B, H and N of {first}, at least 2 tokens, "
+                f"{name} must be [B, H, N, d] with the B, H and N of {first}, at least {least} tokens, "
                 f"got {tuple(tensor.shape)} for {tuple(like.shape)}"
             )
         if not bool(tensor.isfinite().all()):

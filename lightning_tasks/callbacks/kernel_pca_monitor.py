@@ -147,9 +147,17 @@ def _measured(
     found = {"projection_loss": loss.signed, "absolute_loss": loss.absolute}
     mask = given["attn_mask"]
     whole = mask is None or bool((mask if mask.dtype == torch.bool else mask == 0).all())
-    if whole and not given["is_causal"]:
-        found["eigen_residual"] = eigen_residual(k, mixed, scale=given["scale"])
+    if whole and not given["is_causal"] and k.shape[2] > 1:
+        found["eigen_residual"] = _residual(k, mixed, given["scale"])
     return found
+
+
+def _residual(k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """NaN where a key is too long for the kernel: what is watched goes on."""
+    try:
+        return eigen_residual(k, v, scale=scale)
+    except ValueError:
+        return torch.full(k.shape[:2], torch.nan, device=k.device)
 
 
 def _name(statistic: str, label: str) -> str:

@@ -26,13 +26,13 @@ def naive_kernel(k):
     return phi - ones @ phi - phi @ ones + ones @ phi @ ones, g
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_projection_loss_token_by_token(causal):
-    q, k, v = draw(2, 3, 6, 4), draw(2, 3, 6, 4), draw(2, 3, 6, 5)
+@pytest.mark.parametrize(("causal", "keys"), [(False, 6), (True, 6), (False, 3), (False, 1)])
+def test_projection_loss_token_by_token(causal, keys):
+    q, k, v = draw(2, 3, 6, 4), draw(2, 3, keys, 4), draw(2, 3, keys, 5)
     found_phi = torch.zeros(2, 3, 6, dtype=torch.float64)
     h = torch.zeros(2, 3, 6, 5, dtype=torch.float64)
     for b, head, i in np.ndindex(2, 3, 6):
-        seen = i + 1 if causal else 6
+        seen = i + 1 if causal else keys
         weights = torch.exp(k[b, head, :seen] @ q[b, head, i] / 2)
         h[b, head, i] = weights @ v[b, head, :seen] / weights.sum()
         found_phi[b, head, i] = torch.exp(q[b, head, i] @ q[b, head, i] / 2) / weights.sum() ** 2
@@ -42,7 +42,7 @@ def test_projection_loss_token_by_token(causal):
     torch.testing.assert_close(loss.h, norm.mean(-1))
     torch.testing.assert_close(loss.signed, (found_phi - norm).mean(-1))
     torch.testing.assert_close(loss.absolute, (found_phi - norm).abs().mean(-1))
-    mask = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril() if causal else torch.ones(1, 1, 6, keys, dtype=torch.bool)
     for given in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
         torch.testing.assert_close(projection_loss(q, k, h, attn_mask=given).signed, loss.signed)
     # A scale of 2 / √d is that of queries and keys √2 as long.
@@ -180,7 +180,7 @@ def test_an_integer_mask_is_refused():
         (lambda: projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.ones(3, 4) > 0), "does not broadcast"),
         (lambda: projection_loss(*draw(3, 1, 1, 4, 2), attn_mask=torch.full((4, 4), math.nan)), "attn_mask holds NaN"),
         (lambda: projection_loss(draw(1, 1, 4, 2), draw(1, 1, 4, 3), draw(1, 1, 4, 2)), "q and k must be alike"),
-        (lambda: projection_loss(draw(1, 1, 4, 2), draw(1, 1, 5, 2), draw(1, 1, 4, 2)), "N of q"),
+        (lambda: projection_loss(draw(1, 1, 4, 2), draw(1, 1, 5, 2), draw(1, 1, 5, 2)), "N of q"),
         (lambda: compare_values(draw(1, 1, 4, 2), draw(1, 1, 4, 3)), "must be alike"),
         (lambda: gamma_constancy(draw(1, 1, 1, 2), draw(1, 1, 1, 2)), "at least 2 tokens"),
     ],

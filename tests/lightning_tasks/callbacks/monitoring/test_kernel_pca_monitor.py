@@ -84,6 +84,14 @@ def test_numbers_that_are_not_finite_are_logged_as_nan():
     assert all(value.isfinite() for name, value in metrics.items() if name.endswith("layer_02"))
 
 
+def test_a_key_too_long_for_the_kernel_is_nan_and_ends_nothing():
+    module = Layers()
+    module.layers["softmax"].qkv.weight.data[16:32] *= 1_000
+    metrics = evaluated(module, where="layers.softmax")
+    assert metrics["val/kernel_pca/eigen_residual/layer_00"].isnan()
+    assert metrics["val/kernel_pca/projection_loss/layer_00"].isfinite()
+
+
 def test_the_number_of_samples_is_checked():
     with pytest.raises(ValueError, match="num_samples must be an integer of at least 1, got 0"):
         KernelPCAMonitor(num_samples=0)
