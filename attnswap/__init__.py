@@ -47,11 +47,13 @@ if TYPE_CHECKING:
         datamodules as datamodules,
         functional as functional,
         hosts as hosts,
+        integrations as integrations,
         tasks as tasks,
     )
     from lightning_tasks.files.load import load_swapped as load_swapped
+    from lightning_tasks.integrations.loop import watch as watch
 
-_MODULES = ("analysis", "callbacks", "datamodules", "functional", "hosts", "tasks")
+_MODULES = ("analysis", "callbacks", "datamodules", "functional", "hosts", "integrations", "tasks")
 _HOMES = {
     **dict.fromkeys(
         (
@@ -64,6 +66,7 @@ _HOMES = {
     "attention_maps": "attention_modules.analysis.model_maps",
     "check_mechanism": "attention_modules.testing",
     "load_swapped": "lightning_tasks.files.load",
+    "watch": "lightning_tasks.integrations.loop",
 }
 
 __all__ = sorted([*_MODULES, *(name for name in _HOMES if not name.startswith("_"))])

@@ -326,14 +326,14 @@ def run(arguments: Sequence[str], callbacks: Sequence[Callback] = (), labels: Ru
 
 
 def check_arguments(arguments: Sequence[str]) -> Any:
-    """Parse the arguments of :func:`run` and build the module, and run nothing; return the trainer's loggers.
+    """Parse the arguments of :func:`run` and build the module, and run nothing; return the trainer's section.
 
     Raises:
         UsageError: as there.
         Exception: from the module's constructor.
     """
     config = _command_line(_ParsingCLI, arguments, ()).config
-    return config[config.subcommand].trainer.logger
+    return config[config.subcommand].trainer
 
 
 def _command_line(

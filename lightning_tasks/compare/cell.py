@@ -31,7 +31,7 @@ class Cell:
 
     With `test` the fitted model is tested too, and what the test logs belongs to the result; with `keep` the state at
     the end of the fit is kept, which is no setting: a result is the same with it and without. With `any_code` a result
-    counts whatever code and files it was made with.
+    counts whatever code and files it was made with. `processes` is of how many its trainer makes use, a device each.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Cell:
     place: str = "cells"
     keep: bool = False
     any_code: bool = False
+    processes: int = 1
 
     @property
     def label(self) -> str:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lightning_tasks.compare.arguments import cell_parser, executor_options, parser, without_executor
@@ -17,6 +17,7 @@ from lightning_tasks.compare.cluster.dashboard import log_verdict
 from lightning_tasks.compare.cluster.lease import PATIENCE, HeldError, held
 from lightning_tasks.compare.cluster.plan_file import Plan, commands, find_cell, read_plan, status, write_plan
 from lightning_tasks.compare.cluster.run import run_held
+from lightning_tasks.compare.cluster.several import HELD
 from lightning_tasks.compare.cluster.submit import JOBS, submit
 from lightning_tasks.compare.plan import (
     check_cells,
@@ -63,10 +64,12 @@ def main(arguments: Sequence[str]) -> None:
     if options.jobs < 1:
         raise UsageError(f"--jobs {options.jobs} must be at least 1")
     comparison = comparison_of(options)
-    check_cells(cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished())
+    unfinished = [cell for cell in (*comparison.to_select, *comparison.to_run) if not cell.is_finished()]
+    elsewhere = options.plan or options.executor is not None
+    comparison = replace(comparison, processes=check_cells(unfinished, one_node=not elsewhere))
     make_output(options.output)
     try:
-        if options.plan or options.executor:
+        if elsewhere:
             cells = _write_plan(comparison, without_executor(arguments))
             if options.executor:
                 _submit(cells, options)
@@ -80,7 +83,7 @@ def main(arguments: Sequence[str]) -> None:
         ) from error
 
 
-DIVERGED, HELD = 3, 75
+DIVERGED = 3
 
 
 def run_one(arguments: Sequence[str]) -> None:
@@ -121,7 +124,7 @@ def planned(output: Path) -> tuple[Comparison, Plan]:
         raise UsageError(f"the plan in {output} was made in {plan.folder}, which is not here")
     os.chdir(plan.folder)
     options = parser(plan.arguments).parse_args(plan.arguments)
-    return replace(comparison_of(options), output=output), plan
+    return replace(comparison_of(options), output=output, processes=plan.processes), plan
 
 
 def _submit(cells: Sequence[Cell], options: argparse.Namespace) -> None:
@@ -135,7 +138,7 @@ def _write_plan(comparison: Comparison, arguments: list[str]) -> list[Cell]:
     """Write the plan; return its cells."""
     cells = [*comparison.to_select, *comparison.to_run]
     sources = {cell.name: cell.sources for cell in cells}
-    write_plan(Plan(os.getcwd(), arguments, sources), comparison.output)
+    write_plan(Plan(os.getcwd(), arguments, sources, dict(comparison.processes)), comparison.output)
     comparison.write_record()
     if waiting := len([cell for cell in comparison.cells if cell.name in comparison.asked]) - len(comparison.to_run):
         print(
@@ -194,12 +197,13 @@ class Comparison:
     keep: bool
     asked: Collection[str]
     any_code: bool = False
+    processes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def selection(self) -> list[Cell]:
         """The cells by which values are chosen."""
         cells = plan_selection(self.variants, self.select, self.output, self.extra, self.name)
-        return [replace(cell, any_code=self.any_code) for cell in cells]
+        return self._with_settings(cells)
 
     @property
     def choices(self) -> list[Choice]:
@@ -216,7 +220,10 @@ class Comparison:
         """Those of all variants."""
         variants = chosen(self.variants, self.choices)
         cells = plan_cells(variants, self.seeds, self.output, self.extra, self.name, self.keep)
-        return [replace(cell, any_code=self.any_code) for cell in cells]
+        return self._with_settings(cells)
+
+    def _with_settings(self, cells: Sequence[Cell]) -> list[Cell]:
+        return [replace(each, any_code=self.any_code, processes=self.processes.get(each.name, 1)) for each in cells]
 
     @property
     def to_select(self) -> list[Cell]:
@@ -291,6 +298,9 @@ def _run_and_write(comparison: Comparison, jobs: int) -> None:
         if comparison.to_select:
             failures += run_cells(comparison.to_select, jobs)
             comparison.write_record([cell for cell, _ in failures])
+            new = [cell for cell in comparison.to_run if cell.name not in comparison.processes]
+            found = check_cells((cell for cell in new if not cell.is_finished()), one_node=True)
+            comparison = replace(comparison, processes={**comparison.processes, **found})
         failures += run_cells(comparison.to_run, jobs)
     except KeyboardInterrupt:
         comparison.write_tables()

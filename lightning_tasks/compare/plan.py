@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.cluster.several import processes_of
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.recipes.schema import Comparison
@@ -110,8 +111,15 @@ def plan_cells(
     return cells
 
 
-def check_cells(cells: Iterable[Cell]) -> None:
+def check_cells(cells: Iterable[Cell], one_node: bool = False) -> dict[str, int]:
     """Parse what the cells of each configuration ask for and build its module, before the first of them runs.
+
+    Args:
+        cells: which.
+        one_node: whether they run on this machine alone.
+
+    Returns:
+        how many processes a cell has, by configuration.
 
     Raises:
         UsageError: some of them are refused, or cannot be built.
@@ -119,15 +127,18 @@ def check_cells(cells: Iterable[Cell]) -> None:
     from lightning_tasks.cli.fit import check_arguments
     from lightning_tasks.runs.wandb_runs import check_cell_loggers
 
-    refused = {}
+    refused, processes = {}, {}
     for cell in {cell.name: cell for cell in cells}.values():
         printed = io.StringIO()
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-                check_cell_loggers(check_arguments(cell.arguments))
+                trainer = check_arguments(cell.arguments)
+                check_cell_loggers(trainer.logger)
+            processes[cell.name] = processes_of(trainer, one_node)
         except Exception as error:
             refusal = error if isinstance(error, UsageError) else refusal_in(error)
             refused[cell.name] = reason(error) if refusal is None else str(refusal)
     if refused:
         lines = "".join(f"\n{name}: {text}" for name, text in refused.items())
         raise UsageError(f"nothing was run, as configurations are refused: {', '.join(refused)}{lines}")
+    return processes

@@ -26,11 +26,15 @@ Place = tuple[str, int]  # configuration and seed
 
 @dataclass(frozen=True)
 class Read:
-    """Everything that was read: runs, summaries of comparisons, and sentences that a reader should know."""
+    """Everything that was read: runs, summaries of comparisons, and sentences that a reader should know.
+
+    `origins` are facts on comparisons: their folder, what they start from, and the code that ran them.
+    """
 
     runs: list[Run]
     summary: list[SummaryRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
 
     @property
     def configs(self) -> list[str]:
@@ -62,9 +66,10 @@ def read_comparison(folder: Path) -> Read:
     notes = _notes(folder, record, found, results, table)
     if not results:
         runs = [Run(config, seed, folder, merge_epochs(rows)) for (config, seed), rows in table.items()]
-        return Read(runs, _read_summary(folder) or _summary(table, record), notes)
+        return Read(runs, _read_summary(folder) or _summary(table, record), notes, [_origin(folder, record)])
     runs = [_run_of_cell(key, place, result["rows"]) for key, (place, result) in results.items()]
-    return Read(runs, _summary({key: result["rows"] for key, (_, result) in results.items()}, record), notes)
+    summary = _summary({key: result["rows"] for key, (_, result) in results.items()}, record)
+    return Read(runs, summary, notes, [_origin(folder, record)])
 
 
 def guessed_record(folder: Path, table: dict[Place, Rows], found: Iterable[Place]) -> Record:
@@ -97,6 +102,13 @@ def prefixed(read: Read, name: str) -> Read:
             for row in read.summary
         ],
     )
+
+
+def _origin(folder: Path, record: Record) -> str:
+    bases = list(dict.fromkeys(variant.base for variant in record.variants if variant.base))
+    codes = list(dict.fromkeys(each.code for each in record.environments))
+    parts = [f"comparison {folder.resolve().name}", *(f"of {base}" for base in bases[:1])]
+    return ", ".join([*parts, *([f"code {' and '.join(codes)}"] if codes else [])])
 
 
 def _in_order(record: Record) -> list[CellRecord]:

@@ -27,18 +27,22 @@ _LOOK = 2.0  # seconds between looks at cells that other commands run
 _IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
 
 
-def worker_devices(jobs: int, count: int, visible: str | None = None) -> list[str | None]:
-    """What each of `jobs` workers gets as CUDA_VISIBLE_DEVICES: one of `count` devices in turn, None of no devices.
+def worker_devices(jobs: int, count: int, visible: str | None = None, each: int = 1) -> list[str | None]:
+    """What each worker gets as CUDA_VISIBLE_DEVICES: `each` of `count` devices in turn, None of no devices.
 
-    `visible` is the variable as it was given, whose names (numbers or UUIDs) are handed on.
+    `jobs` are the processes in all, of which a worker starts `each`. `visible` is the variable as it was given, whose
+    names (numbers or UUIDs) are handed on.
     """
     names = [str(number) for number in range(count)] if visible is None else visible.split(",")[:count]
-    return [names[job % len(names)].strip() if names else None for job in range(jobs)]
+    turns = [range(job * each, (job + 1) * each) for job in range(max(1, jobs // each))]
+    own = [dict.fromkeys(names[place % len(names)].strip() for place in turn) if names else None for turn in turns]
+    return [None if mine is None else ",".join(mine) for mine in own]
 
 
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures.
 
+    Of cells that have several processes, fewer run at once, those with the most first; one where `jobs` are fewer.
     A cell that ends its process, as one does for which memory is too small, fails alone. One that another command runs
     is left to that, and waited for.
 
@@ -46,7 +50,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
         KeyboardInterrupt: as it came, with the workers ended; what they were at is not finished.
     """
     waiting = [cell for cell in cells if not cell.is_finished()]
-    devices = worker_devices(jobs, _cuda_count() if waiting else 0, os.environ.get(VISIBLE))
+    count, visible = _cuda_count() if waiting else 0, os.environ.get(VISIBLE)
     failures: list[tuple[Cell, str]] = []
     elsewhere: list[Cell] = []
     with tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar:
@@ -64,7 +68,9 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
             bar.set_postfix_str(cell.label)
             bar.update()
 
-        pools = [(waiting, devices)] if waiting else []
+        sizes = sorted({cell.processes for cell in waiting}, reverse=True)
+        devices = {size: worker_devices(jobs, count, visible, size) for size in sizes}
+        pools = [([cell for cell in waiting if cell.processes == size], devices[size]) for size in sizes]
         while pools or elsewhere:
             if not pools:
                 bar.set_postfix_str(f"{elsewhere[0].label}: waiting for {owner_of(elsewhere[0].lease)}")
@@ -74,7 +80,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
                     if cell.is_finished():
                         end(cell, None)
                     else:
-                        pools.append(([cell], devices[:1]))
+                        pools.append(([cell], devices[cell.processes][:1]))
                 continue
             asked, given = pools.pop(0)
             begun, others = _run_in_pool(asked, given, end)

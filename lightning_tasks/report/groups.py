@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,6 +55,7 @@ def read_all(folders: Sequence[Path]) -> Read:
         runs,
         [row for read in found for row in read.summary],
         [*below, *notes, *(note for read in found for note in read.notes), *uneven_ends(runs)],
+        [origin for read in found for origin in read.origins],
     )
 
 
@@ -141,7 +141,8 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
 def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """The runs of a configuration with their seeds; of a seed that is there twice, the one that got furthest.
 
-    Of several that got as far it is the newest. Runs that do not say their seed count as seeds of their own.
+    Of several that got as far it is the newest. A run beside others that does not say its seed is no seed, but a
+    configuration of its own, which has the name of its folder.
 
     Returns:
         The runs under this name, and sentences about what was left out or is not known.
@@ -160,11 +161,11 @@ def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
                 f"{name}: seed {seed} is there {len(same)} times and counts once, by {kept.folder} (the furthest, and "
                 f"of those the newest); left out: {', '.join(left_out)}"
             )
-    free = (number for number in count() if number not in by_seed)
-    runs += [replace(run, config=name, seed=next(free)) for run in unknown]
+    alone = len(group) == 1
+    runs += [replace(run, config=name if alone else f"{name}, {run.folder.name}", seed=0) for run in unknown]
     notes += [f"{run.config}: {run.folder / LOG} holds no number" for run in runs if not run.rows]
     if unknown and len(group) > 1:
-        notes.append(f"{name}: {len(unknown)} of its runs do not say their seed; each counts as a seed of its own")
+        notes.append(f"{name}: {len(unknown)} of its runs do not say their seed, and stand apart: they are no seeds")
     return runs, notes
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+import os
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import yaml
@@ -17,6 +20,7 @@ from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.summary import SummaryRow
 from lightning_tasks.errors import UsageError
 from lightning_tasks.figures.curves import drawable, looks
+from lightning_tasks.report.answer import answers
 from lightning_tasks.report.arguments import parser
 from lightning_tasks.report.groups import read_all
 from lightning_tasks.report.svg import curves_svg, forest_svg, heat_map, heat_svg, layer_metrics
@@ -44,6 +48,18 @@ def order(metrics: Sequence[str]) -> list[str]:
         return stages.index(name.stage) + 10 * (depth > 0), score, metric
 
     return sorted(metrics, key=place)
+
+
+def is_test(run: Run) -> bool:
+    """Whether a run is a test of a checkpoint: it logged nothing of a training or a validation."""
+    names = [MetricName.parse(row["metric"]) for row in run.rows]
+    return bool(names) and all(name.stage == "test" or name.is_robustness for name in names)
+
+
+def is_monitored(metric: str) -> bool:
+    """Whether monitors logged it, and it is no score: it has a slash beside that of its stage."""
+    name = MetricName.parse(metric)
+    return bool(name.line) or "/" in name.family
 
 
 def mean_and_std(values: Sequence[float]) -> str:
@@ -135,12 +151,44 @@ def drawable_rows(summary: Sequence[SummaryRow]) -> dict[str, list[SummaryRow]]:
     return dict(islice(found.items(), MOST_CURVES))
 
 
-def page(read: Read) -> str:
-    """The HTML page; whatever comes from runs is escaped."""
+def _tables(
+    rows: Sequence[dict[str, Any]],
+    fitted: Sequence[str],
+    tested: Sequence[str],
+    metrics: Sequence[str],
+    diverged: Container[tuple[str, int]],
+) -> list[Any]:
+    """Title, configurations, rows of scores and rows of monitors, of fits and of tests of checkpoints apart."""
+    found = []
+    for title, configs in (("Last values", fitted), ("Tests of checkpoints", tested)):
+        table = [row for row in final_table(rows, configs, metrics, diverged) if any(row[1])]
+        scores = [row for row in table if not is_monitored(row[0])]
+        if table:
+            found.append((title, configs, scores, [row for row in table if row not in scores]))
+    return found
+
+
+def _data(settings: Mapping[str, dict[str, Any] | None]) -> list[str]:
+    """The data sets of the configurations, by the names of their classes."""
+    data = [each.get("data") for each in settings.values() if each]
+    names = [str(each.get("class_path", "")).rpartition(".")[2] for each in data if isinstance(each, Mapping)]
+    return [f"data {' and '.join(dict.fromkeys(filter(None, names)))}"] if any(names) else []
+
+
+def _explorers(run: Run, beside: Path) -> list[tuple[str, str]]:
+    """The pages of `attnswap explore` in a run's folder: their names, and their addresses from the page's folder."""
+    pages = sorted(run.folder.glob("explore*.html"))
+    return [(each.name, quote(os.path.relpath(each.resolve(), beside.resolve()))) for each in pages if each.is_file()]
+
+
+def page(read: Read, beside: Path = Path()) -> str:
+    """The HTML page, whose links start at the folder `beside`; whatever comes from runs is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     configs, as_logged = read.configs, read.rows()
+    tested = list(dict.fromkeys(run.config for run in read.runs if is_test(run)))
+    fitted = [config for config in configs if config not in tested]
     diverged, rows = diverged_cells(as_logged), with_stops(as_logged)
     settings: dict[str, dict[str, Any] | None] = dict.fromkeys(configs)
     for run in read.runs:
@@ -167,15 +215,20 @@ def page(read: Read) -> str:
     return environment.get_template(TEMPLATE).render(
         configs=list(zip(configs, looks(len(configs)), strict=True)),
         remarks=diverged_configs(as_logged),
-        runs=read.runs,
+        runs=[(run, _explorers(run, beside)) for run in read.runs],
         notes=notes,
         swapped=[(config, swapped(each)) for config, each in settings.items()],
         unknown=[config for config, each in settings.items() if each is None],
         differences=differences(settings),
-        final=final_table(rows, configs, plain, diverged),
+        answers=answers(read.summary),
+        facts=[datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"), *read.origins, *_data(settings)],
+        finals=_tables(rows, fitted, tested, plain, diverged),
         summary=read.summary,
         forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in drawable_rows(read.summary).items()],
-        curves=[(metric, Markup(curves_svg(logged[metric], configs, metric))) for metric in curves[:MOST_CURVES]],
+        curves=[
+            (metric, is_monitored(metric), Markup(curves_svg(logged[metric], configs, metric)))
+            for metric in curves[:MOST_CURVES]
+        ],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs, diverged),
         settings=[
@@ -196,7 +249,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UsageError(f"--output {options.output} is a folder: give a file, as {options.output / 'report.html'}")
     if not options.output.parent.is_dir():
         raise UsageError(f"--output {options.output}: give a file in a folder that is there")
-    text = page(read_all(options.runs))
+    text = page(read_all(options.runs), options.output.parent)
     with written_whole(options.output) as path:  # names of folders and texts in YAML may be no Unicode
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     print(f"report: {options.output}")

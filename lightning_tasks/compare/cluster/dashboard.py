@@ -69,5 +69,5 @@ def _logger_of(cell: Cell) -> dict[str, Any] | None:
     texts = [Path(cell.config).read_text(encoding="utf-8"), *cell.overrides]
     if not any("WandbLogger" in text for text in texts):
         return None
-    found = wandb_arguments(check_arguments(cell.arguments))
+    found = wandb_arguments(check_arguments(cell.arguments).logger)
     return dict(found[0].items()) if found else None

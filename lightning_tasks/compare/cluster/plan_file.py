@@ -28,11 +28,13 @@ class Plan:
         folder: where it was called, which relative paths count from.
         arguments: of `attnswap compare`, without `--plan`.
         sources: by variant.
+        processes: of a cell, a device each, by variant.
     """
 
     folder: str
     arguments: list[str]
     sources: dict[str, Sources]
+    processes: dict[str, int]
 
 
 def write_plan(plan: Plan, output: Path) -> None:
@@ -64,7 +66,8 @@ def read_plan(output: Path) -> Plan:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
         sources = {text_of(name): texts_of(each) for name, each in of_kind(given["sources"], dict).items()}
-        return Plan(text_of(given["folder"]), list_of(given["arguments"], str), sources)
+        processes = {text_of(name): of_kind(each, int) for name, each in of_kind(given["processes"], dict).items()}
+        return Plan(text_of(given["folder"]), list_of(given["arguments"], str), sources, processes)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f"{path} is damaged ({type(error).__name__}: {error}); write it anew by --plan") from error
 
@@ -93,7 +96,7 @@ def status(cells: Sequence[Cell]) -> str:
             state = "diverged" if cell.result().get("stopped") else "finished"
         else:
             state = f"run by {running[cell]}" if cell in running else "waiting"
-        lines.append(f"{cell.label}: {state}")
+        lines.append(f"{cell.label}: {state}" + (f" ({cell.processes} processes)" if cell.processes > 1 else ""))
     done, share = len(finished), len(finished) / max(1, len(cells))
     bar = "#" * round(20 * share) + "." * (20 - round(20 * share))
     text = f"[{bar}] {done} of {len(cells)} cells finished, {len(running)} run"

@@ -14,6 +14,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_tasks.compare.cell import Cell
@@ -133,6 +134,8 @@ class KeepProgress(pl.Callback):
         """Count the steps to the next checkpoint; there is none where no loader would know its place."""
         steps = trainer.estimated_stepping_batches
         self._every = max(1, int(steps) // _PARTS) if math.isfinite(steps) else 1
+        if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+            self._give_up(f"what {type(trainer.strategy).__name__} shards is read by unpickling, which runs code")
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
         for finder in (each for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder))):
             self._give_up(f"{type(finder).__name__} begins each fit at its first step")
@@ -170,17 +173,18 @@ class KeepProgress(pl.Callback):
         """Make a checkpoint at the end of a "step" or an "epoch", where one is due."""
         if trainer.global_step - self._last < self._every:
             return
-        due = not self._given_up and time.monotonic() >= self._free
-        if not (trainer.strategy.broadcast(due) if trainer.world_size > 1 else due):
+        if not _agreed(trainer, not self._given_up and time.monotonic() >= self._free):
             return
         adds = trainer.global_step == self._before_batch  # to gradients, which no checkpoint holds
         schedules = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if adds or any(config.interval == interval for config in schedules):
             return
         step, began = trainer.global_step, time.monotonic()
-        if changed := changed_sources(self._at_start or {}, unsaved_state(trainer)):
+        changed = changed_sources(self._at_start or {}, unsaved_state(trainer))
+        if not _agreed(trainer, not changed):
             if interval == "epoch":
-                self._give_up(f"it would not hold {', '.join(changed[:5])}, which changed while it trained")
+                names = ", ".join(changed[:5]) or "what another process holds"
+                self._give_up(f"it would not hold {names}, which changed while it trained")
             self._free = time.monotonic() + _PAUSE * (time.monotonic() - began)
             return
         path = checkpoint_of(self._cell, step)
@@ -190,6 +194,8 @@ class KeepProgress(pl.Callback):
                 read_checkpoint(path)
         except (OSError, ValueError) as error:
             self._give_up(reason(error))
+            if not path.exists():  # the others wait where it would have been written
+                trainer.strategy.barrier()
             return
         self._last, self._waiting = step, step
         self._free = time.monotonic() + _PAUSE * (time.monotonic() - began)
@@ -218,6 +224,11 @@ class KeepProgress(pl.Callback):
         logger.save()
         log = Path(logger.log_dir, "metrics.csv")
         return self._start.rows + (read_metrics(log) if log.is_file() else [])
+
+
+def _agreed(trainer: pl.Trainer, own: bool) -> bool:
+    """Whether all processes say so: all make a checkpoint, or none."""
+    return own if trainer.world_size == 1 else bool(trainer.strategy.reduce_boolean_decision(own))
 
 
 class _AtEnd(Checkpoint):

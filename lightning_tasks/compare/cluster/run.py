@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.cluster.lease import HeldError, LostError, held, is_free, owner_of
+from lightning_tasks.compare.cluster.several import end_with_parent, rank_of, run_by_command
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files.sources import Sources, changed_sources
 from lightning_tasks.runs.log import read_metrics
@@ -22,17 +23,24 @@ from lightning_tasks.runs.safe_files import written_whole
 def run_held(cell: Cell, planned: Sources | None = None) -> None:
     """Run a cell while this process holds its lease, as :func:`.run_cell`; nothing where it is finished by then.
 
+    A further process of a cell on several devices needs no lease: the first one holds it.
+
     Raises:
         HeldError: another process holds it.
         LostError: another process has taken it over.
     """
     cell.refuse_links()
+    if rank_of(cell):
+        end_with_parent()
+        if not cell.is_finished():
+            run_cell(cell, planned)
+        return
     with held(cell.lease, cell.label) as lease:
         if not cell.is_finished():
             run_cell(cell, planned, lease.check)
 
 
-def run_if_free(cell: Cell, planned: Sources | None = None) -> None:
+def run_if_free(cell: Cell, planned: Sources) -> None:
     """Run a cell, as :func:`run_held`, which nobody else runs.
 
     Raises:
@@ -40,13 +48,16 @@ def run_if_free(cell: Cell, planned: Sources | None = None) -> None:
     """
     if not is_free(cell.lease):
         raise HeldError(f"{cell.label} is run by {owner_of(cell.lease)}")
-    run_held(cell, planned)
+    if cell.processes > 1:
+        run_by_command(cell, planned)
+    else:
+        run_held(cell, planned)
 
 
 def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[], None] = lambda: None) -> None:
     """Run `cell` in this process with one torch thread, its output in log.txt, and write its result.
 
-    It goes on from the last checkpoint of a run of it that was killed.
+    It goes on from the last checkpoint of a run of it that was killed. Of several processes the first one writes.
 
     Args:
         cell: which.
@@ -77,25 +88,29 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
     if planned is not None and (changed := changed_sources(planned, sources)):
         raise UsageError(f"{', '.join(changed)} changed while the comparison ran; the same command goes on with it")
     arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
+    first = rank_of(cell) == 0
+    here = socket.gethostname() + (f", {cell.processes} processes" if cell.processes > 1 else "")
     if (before := read_progress(cell, sources)) is None:
-        cell.clear()
-        start = Progress(fingerprint, sources, 0, 0.0, [], [socket.gethostname()])
+        start = Progress(fingerprint, sources, 0, 0.0, [], [here])
+        if first:
+            cell.clear()
     else:
-        start = replace(before, runs=[*before.runs, f"{socket.gethostname()} from step {before.step}"])
+        start = replace(before, runs=[*before.runs, f"{here} from step {before.step}"])
         arguments += [f"--ckpt_path={checkpoint_of(cell, before.step)}", "--init_from=null"]
-        os.utime(cell.folder)
+        if first:
+            os.utime(cell.folder)
     progress = KeepProgress(cell, start, may_write)
     pairing, images = RecordPairing(), RecordImages()
     labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
     stopped = ""
-    with _output_to(cell.log), one_run():
+    with _output_to(cell.log) if first else contextlib.nullcontext(), one_run():
         try:
             cli = run(arguments, callbacks=[progress, pairing, images], labels=labels)
         except NonFiniteError as error:  # a result too: the same would come of it again
             stopped = str(error)
             print(stopped, file=sys.stderr)
         except Exception as error:
-            if not (progress.made or isinstance(error, LostError)):  # else it would end so each time
+            if first and not (progress.made or isinstance(error, LostError)):  # else it would end so each time
                 forget_progress(cell)
             raise
         else:
@@ -103,6 +118,8 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
                 cli.trainer.save_checkpoint(cell.checkpoint)
             if cell.test:
                 cli.trainer.test(cli.model, datamodule=cli.datamodule)
+    if not first:
+        return
     if pairing.folder is None:
         raise ValueError(f"{cell.label}: trainer.logger is false, so that there is nothing to compare")
     tested = images.values

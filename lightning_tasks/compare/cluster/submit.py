@@ -101,7 +101,9 @@ def submit_fit(arguments: Sequence[str]) -> None:
 
 
 def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> list[str]:
-    """Submit the cells that are not finished, as one array of jobs; return the numbers of the jobs.
+    """Submit the cells that are not finished, as an array of jobs; return the numbers of the jobs.
+
+    Cells of several processes are an array of their own, with a task for each where the options do not say.
 
     Args:
         cells: which.
@@ -113,8 +115,15 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
         ModuleNotFoundError: submitit is not installed.
     """
     output = output.resolve()
-    waiting = [CellJob(str(output), cell.name, cell.seed) for cell in cells if not cell.is_finished()]
-    return _submitted(waiting, output / JOBS, options)
+    waiting: dict[int, list[CellJob]] = {}
+    for cell in cells:
+        if not cell.is_finished():
+            waiting.setdefault(cell.processes, []).append(CellJob(str(output), cell.name, cell.seed))
+    numbers = []
+    for processes, jobs in waiting.items():
+        tasks = {"tasks_per_node": processes // int(options.get("nodes", 1))} if processes > 1 else {}
+        numbers += _submitted(jobs, output / JOBS, tasks | dict(options))
+    return numbers
 
 
 def _submitted(jobs: Sequence[Any], folder: Path, options: Mapping[str, Any]) -> list[str]:

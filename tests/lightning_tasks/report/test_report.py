@@ -112,7 +112,7 @@ def test_a_comparison_by_its_table_alone(tmp_path):
     _, found = report(tmp_path, folder)
     rows = found.rows
     assert "val/loss 2 ± 1.4 (2) 3 ± 1.4 (2)" in rows
-    assert "val/loss rpc plain 2 1 [0.5, 1.5] 0.02504 2 too few pairs" in rows
+    assert "val/loss rpc plain too few pairs 1 [0.5, 1.5] 2 0.02504 2" in rows
     assert "plain not known: the folder has neither config.yaml nor hyper-parameters" in rows
 
 

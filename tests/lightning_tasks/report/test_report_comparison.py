@@ -37,8 +37,8 @@ def test_a_comparison_that_was_extended_shows_its_cells(tmp_path):
     (folder / "cells" / "rpc" / "seed_2").mkdir()
     text, found = report(tmp_path, folder)
     assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
-    (row,) = [row for row in found.rows if row.startswith("val/loss rpc plain 2")]  # the old summary has no pairs
-    assert row.startswith("val/loss rpc plain 2 1.25 [")
+    (row,) = [row for row in found.rows if row.startswith("val/loss rpc plain too few")]  # the old summary has no pairs
+    assert row.startswith("val/loss rpc plain too few pairs 1.25 [")
     assert "results.csv (2 cells) and summary.csv are of other cells than the 4 that are finished now" in text
     assert "not finished: rpc/seed_2" in text
 

@@ -61,8 +61,9 @@ def test_a_seed_that_is_there_twice_counts_once(tmp_path):
 def test_runs_that_do_not_say_their_seed_are_named(tmp_path):
     folders = [run_folder(tmp_path / "a" / f"version_{n}", seed, n) for n, seed in enumerate((None, 0, True))]
     text, found = report(tmp_path, *folders)
-    assert "a: 2 of its runs do not say their seed; each counts as a seed of its own" in text
-    assert "val/loss 3 ± 1 (3)" in found.rows
+    assert "a: 2 of its runs do not say their seed, and stand apart: they are no seeds" in text
+    assert "metric a a, version_0 a, version_2" in found.rows
+    assert "val/loss 3 2 4" in found.rows
 
 
 def test_runs_of_unlike_length_are_named(tmp_path):

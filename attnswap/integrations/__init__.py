@@ -1,0 +1,1 @@
+"""Monitors, regularizers and stabilizers in trainers that are none of Lightning's."""

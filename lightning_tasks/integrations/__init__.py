@@ -1,0 +1,1 @@
+"""Callbacks of ours in training loops that are none of Lightning's."""

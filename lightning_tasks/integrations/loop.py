@@ -1,0 +1,301 @@
+"""What stands before our callbacks for a trainer and its module, where there are none: a model and its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from lightning_tasks.callbacks import (
+    AttentionDiversification,
+    AttentionMonitor,
+    DAMPenalty,
+    EntropyRegularizer,
+    LocAteR,
+    LogitMonitor,
+    QKClip,
+    SpectrumMonitor,
+)
+from lightning_tasks.callbacks.monitoring.names import to_numbers
+
+Log = Callable[..., Any]
+_WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
+_ACT = (LocAteR, QKClip, EntropyRegularizer, AttentionDiversification, DAMPenalty)
+
+
+class _Here:
+    """A strategy: this process, and those beside it where there are any."""
+
+    def reduce(self, tensor: Tensor, reduce_op: str = "sum", **_: Any) -> Tensor:
+        if distributed.is_available() and distributed.is_initialized():
+            tensor = tensor.clone()
+            distributed.all_reduce(tensor, getattr(distributed.ReduceOp, reduce_op.upper()))
+        return tensor
+
+
+class _Pending:
+    """A logger: keeps what monitors log of a step until the step's end."""
+
+    save_dir = log_dir = None
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.values.update(metrics)
+
+
+class _View(pl.LightningModule):
+    """The user's model as a module that a trainer trains; layers have their names there."""
+
+    def __init__(self, model: nn.Module, loop: Loop) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._trainer: Any = loop
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first Parameter."""
+        return next(self.parameters()).device
+
+    def log(self, name: str, value: Any, *_: Any, logger: bool = True, **__: Any) -> None:  # type: ignore[override]
+        """Keep a value until the step's end."""
+        if logger:
+            self._trainer.logged[name] = torch.as_tensor(value).detach()
+
+
+class Loop:
+    """Runs callbacks of ours while a loop trains a model: at its forward passes, backward passes and steps.
+
+    A batch begins with a forward pass of the model that trains (in training mode, with gradients), and ends with the
+    step of an optimizer, or before the next such pass where there was a backward pass.
+
+    Args:
+        model: that the loop trains.
+        callbacks: what runs; at validations nothing does.
+        log: called with a dictionary of numbers, and ``step=``, after each step of which there is something.
+        optimizers: that train the model.
+        accumulate: batches that a step has.
+        scaler: of the loss, in float16.
+
+    Raises:
+        ValueError: a callback is none that runs here, or needs the optimizer; when it begins, as they do when a fit
+            starts.
+    """
+
+    sanity_checking = False
+    enable_validation = fast_dev_run = True  # of the latter, callbacks write no files
+    max_steps = max_epochs = -1
+    limit_train_batches = 1.0
+    num_training_batches = float("inf")
+    estimated_stepping_batches = float("inf")
+    log_dir = default_root_dir = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        callbacks: Sequence[pl.Callback],
+        log: Log | None = None,
+        optimizers: Sequence[Optimizer] = (),
+        accumulate: int = 1,
+        scaler: Any = None,
+    ) -> None:
+        _check(callbacks, optimizers)
+        self.model, self.callbacks, self.optimizers = model, [*callbacks], [*optimizers]
+        self.accumulate_grad_batches = accumulate
+        self.state, self.strategy = SimpleNamespace(fn="fit"), _Here()
+        self.precision_plugin = SimpleNamespace(scaler=scaler)
+        self.loggers = [_Pending()]
+        self.logged: dict[str, Tensor] = {}
+        self.callback_metrics: dict[str, Tensor] = {}
+        several = distributed.is_available() and distributed.is_initialized()
+        self.world_size = distributed.get_world_size() if several else 1
+        self.is_global_zero = not several or distributed.get_rank() == 0
+        self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+        self.passes = 0
+        self._log = log
+        self._view = _View(model, self)
+        self._hooks = ExitStack()
+        self._in_batch = self._went_back = self._in_backward = self._announced = False
+        self._since_step = 0  # backward passes
+
+    @property
+    def global_step(self) -> int:
+        """Steps so far."""
+        return int(self.fit_loop.epoch_loop._batches_that_stepped)
+
+    def __enter__(self) -> Loop:
+        """Begin, as a fit does."""
+        try:
+            self._call("setup", "fit")
+            self._view.configure_model()
+            self._call("on_fit_start")
+            self._call("on_train_start")
+        except BaseException as error:
+            self._call("on_exception", error)
+            raise
+        open_hook = self._hooks.callback
+        open_hook(self.model.register_forward_pre_hook(self._before_forward, prepend=True).remove)
+        open_hook(self.model.register_forward_hook(self._after_forward).remove)
+        # Those of all optimizers run after an optimizer's own, by which QKClip clips.
+        open_hook(register_optimizer_step_pre_hook(self._before_step).remove)
+        open_hook(register_optimizer_step_post_hook(self._after_step).remove)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End, as a fit does, or as one that an error ends."""
+        self._hooks.close()
+        if error is not None:
+            self._call("on_exception", error)
+            return
+        self._end_batch()
+        for name in ("on_train_end", "on_fit_end"):
+            self._call(name)
+        self._call("teardown", "fit")
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        for each in self.callbacks:
+            getattr(each, name)(self, self._view, *arguments)
+
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._in_backward = False  # an error has ended that backward pass
+        if not (model.training and torch.is_grad_enabled()) or self._in_backward:
+            return
+        if self._in_batch and self._went_back:
+            self._end_batch()
+        if not self._in_batch:
+            self._refuse_hidden_scaler()
+            self.passes += 1
+            self._in_batch, self._went_back = True, False
+            self._call("on_train_batch_start", None, self.passes - 1)
+
+    def _refuse_hidden_scaler(self) -> None:
+        half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16
+        if half and self.precision_plugin.scaler is None and any(isinstance(each, _ACT) for each in self.callbacks):
+            raise ValueError("in float16 what callbacks add to gradients must be scaled as the loss: give scaler=")
+
+    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        if self._in_batch and not self._in_backward and torch.is_grad_enabled():
+            for each in _tensors(output):
+                if each.requires_grad:
+                    each.register_hook(self._begin_backward)
+
+    def _begin_backward(self, gradient: Tensor) -> None:
+        if self._in_backward or not self._in_batch:
+            return
+        self._in_backward = True
+        self._call("on_before_backward", gradient)
+        # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
+        at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        at_end(lambda: at_end(self._end_backward))
+
+    def _end_backward(self) -> None:
+        self._in_backward, self._went_back = False, True
+        self._since_step += 1
+        self._call("on_after_backward")
+        # Here, before whoever clips gradients, as in Lightning; scaled ones are right at the step alone.
+        if self._since_step == self.accumulate_grad_batches and self.precision_plugin.scaler is None:
+            for optimizer in self.optimizers:
+                self._call("on_before_optimizer_step", optimizer)
+            self._announced = True
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._trains(optimizer) and not (self._announced and self.optimizers):
+            self._call("on_before_optimizer_step", optimizer)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._trains(optimizer) and self._in_batch:
+            self._end_batch(stepped=True)
+
+    def _trains(self, optimizer: Optimizer) -> bool:
+        if self.optimizers:
+            return any(optimizer is each for each in self.optimizers)
+        own = {id(each) for each in self.model.parameters()}
+        return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+
+    def _end_batch(self, stepped: bool = False) -> None:
+        if not self._in_batch:
+            return
+        self._in_batch = False
+        self._call("on_train_batch_end", None, None, self.passes - 1)
+        step = self.global_step
+        values = self.loggers[0].values | to_numbers({name: each.float() for name, each in self.logged.items()})
+        self.loggers[0].values, self.logged = {}, {}
+        self.fit_loop.epoch_loop._batches_that_stepped += stepped
+        if stepped:
+            self._since_step, self._announced = 0, False
+        if values and self._log is not None and self.is_global_zero:
+            self._log(values, step=step)
+
+
+def _check(callbacks: Sequence[pl.Callback], optimizers: Sequence[Optimizer]) -> None:
+    for each in callbacks:
+        name = type(each).__name__
+        if not isinstance(each, (*_WATCH, *_ACT)):
+            known = ", ".join(kind.__name__ for kind in (*_WATCH, *_ACT))
+            raise ValueError(f"callbacks has {name}, and here run only {known}; others need Lightning's trainer")
+        if isinstance(each, _ACT) and not optimizers:
+            raise ValueError(f"{name} changes gradients or weights: give the optimizer that trains them, as optimizer=")
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
+    return [each for each in leaves if isinstance(each, Tensor)]
+
+
+def watch(
+    model: nn.Module,
+    every: int = 100,
+    log: Log | None = None,
+    callbacks: Sequence[pl.Callback] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
+    accumulate: int = 1,
+    scaler: Any = None,
+) -> Loop:
+    """Watch attention while any loop trains a model: ``with watch(model, every=100, log=wandb.log): ...``.
+
+    Args:
+        model: that the loop calls, in training mode; with `DistributedDataParallel` or accelerate, either form of it.
+        every: optimizer steps from one observed batch to the next, of the monitor that runs where no callbacks are
+            given, an :class:`~attnswap.callbacks.AttentionMonitor`.
+        log: called as ``log({"attention/entropy/layer_00": 2.1, ...}, step=100)``; prints where None.
+        callbacks: monitors, regularizers and stabilizers of :mod:`attnswap.callbacks`.
+        optimizer: that trains the model, or several; needed by callbacks that change gradients or weights (LocAteR,
+            EntropyRegularizer, QKClip).
+        accumulate: backward passes that a step has.
+        scaler: `torch.amp.GradScaler` of the loss, in float16.
+
+    Raises:
+        ValueError: a callback is none that runs here, or needs the optimizer; when the block begins, as the callbacks
+            do when a fit starts.
+
+    Example:
+        >>> import torch, attnswap
+        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+        >>> with attnswap.watch(model, every=1, log=lambda values, step: seen.append(step)):
+        ...     for _ in range(2):
+        ...         model(torch.randn(4, 5, 16)).square().mean().backward()
+        ...         optimizer.step()
+        >>> seen
+        [0, 1]
+    """
+    given = [AttentionMonitor(every)] if callbacks is None else [*callbacks]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    return Loop(model, given, partial(_print) if log is None else log, optimizers, accumulate, scaler)
+
+
+def _print(values: Mapping[str, float], step: int) -> None:
+    print(f"step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))

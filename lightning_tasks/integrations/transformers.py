@@ -1,0 +1,55 @@
+"""Callbacks of ours in the Trainer of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from transformers import Trainer, TrainerCallback
+
+from lightning_tasks.integrations.loop import Loop
+
+
+class Watch(TrainerCallback):
+    """Runs monitors, regularizers and stabilizers of :mod:`attnswap.callbacks` in a Trainer of transformers.
+
+    What they log is logged by the Trainer, so that its history and its reporters (W&B, TensorBoard) have it.
+
+    Args:
+        trainer: in which it runs.
+        callbacks: what runs, as ``AttentionMonitor(100)`` or ``LocAteR(1e-3)``.
+
+    Raises:
+        ValueError: when training starts, as the callbacks do when a fit starts.
+
+    Example:
+        >>> from attnswap.callbacks import AttentionMonitor
+        >>> from attnswap.integrations.transformers import Watch
+        >>> trainer.add_callback(Watch(trainer, AttentionMonitor(every_n_steps=100)))  # doctest: +SKIP
+    """
+
+    def __init__(self, trainer: Trainer, *callbacks: pl.Callback) -> None:
+        self._trainer, self._callbacks = trainer, callbacks
+        self._loop: Loop | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin."""
+        self._leave()
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])  # accelerate's has no hooks
+        scaler = getattr(self._trainer.accelerator, "scaler", None)
+        accumulate = args.gradient_accumulation_steps
+        self._loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler).__enter__()
+        self._loop.fit_loop.epoch_loop._batches_that_stepped = state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End."""
+        self._leave()
+
+    def _leave(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.__exit__(None, None, None)
+
+    def _log(self, values: Mapping[str, float], step: int) -> None:
+        self._trainer.log(dict(values))

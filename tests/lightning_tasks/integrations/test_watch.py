@@ -1,0 +1,145 @@
+"""In a bare loop and in transformers' Trainer, callbacks see and do what they do in Lightning's, bit by bit."""
+
+import pytest
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch.nn.functional import cross_entropy
+
+import attnswap
+from attention_modules import swap_attention
+from lightning_tasks.callbacks import (
+    AttentionMonitor,
+    EntropyRegularizer,
+    LocAteR,
+    LogitMonitor,
+    QKClip,
+    SigmaReparam,
+    SpectrumMonitor,
+)
+from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, weights_of
+
+CALLBACKS = {
+    "AttentionMonitor": lambda: [AttentionMonitor(every_n_steps=2, stages=["train"])],
+    "LogitMonitor": lambda: [LogitMonitor(every_n_steps=1, heads=True)],
+    "SpectrumMonitor": lambda: [SpectrumMonitor(every_n_steps=3)],
+    "LocAteR": lambda: [LocAteR(0.1, gamma=0.1)],
+    "QKClip": lambda: [QKClip(tau=0.5)],
+    "EntropyRegularizer": lambda: [EntropyRegularizer(0.5, target=0.3)],
+    "all": lambda: [AttentionMonitor(every_n_steps=1, stages=["train"]), LocAteR(0.1), QKClip(tau=0.5)],
+}
+
+
+class Kept(DummyLogger):
+    """What Lightning logs, by step."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = {}
+
+    def log_metrics(self, metrics, step):
+        values = {name: value for name, value in metrics.items() if name != "epoch"}
+        if values:
+            self.rows.setdefault(step, {}).update(values)
+
+
+def in_lightning(callbacks, mechanism, accumulate=1):
+    module, kept = TinyLM(), Kept()
+    if mechanism:
+        swap_attention(module, mechanism)
+    fit(module, callbacks, logger=kept, log_every_n_steps=1, accumulate_grad_batches=accumulate, max_epochs=2)
+    return kept.rows, weights_of(module)
+
+
+def in_a_loop(callbacks, mechanism, accumulate=1, further=lambda module: None):
+    module, rows = TinyLM(), {}
+    if mechanism:
+        swap_attention(module, mechanism)
+
+    def log(values, step):
+        rows.setdefault(step, {}).update(values)
+
+    optimizer = module.configure_optimizers()
+    with attnswap.watch(module, log=log, callbacks=callbacks, optimizer=optimizer, accumulate=accumulate):
+        for _ in range(2):
+            data = list(batches())
+            for place, (inputs, targets) in enumerate(data):
+                loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten()) / accumulate
+                further(module)
+                loss.backward()
+                if (place + 1) % accumulate == 0 or place + 1 == len(data):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return rows, weights_of(module)
+
+
+@pytest.mark.parametrize("mechanism", [None, "symmetric"])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_loop_gives_the_values_and_weights_of_lightning(name, mechanism):
+    expected, weights = in_lightning(CALLBACKS[name](), mechanism)
+    found, trained = in_a_loop(CALLBACKS[name](), mechanism)
+    assert found == expected
+    assert torch.equal(trained, weights)
+
+
+@pytest.mark.parametrize("name", ["AttentionMonitor", "LocAteR", "EntropyRegularizer"])
+def test_accumulated_batches_are_those_of_lightning(name):
+    expected, weights = in_lightning(CALLBACKS[name](), None, accumulate=2)
+    found, trained = in_a_loop(CALLBACKS[name](), None, accumulate=2)
+    assert torch.equal(trained, weights)
+    shared = {step: {key: found[step][key] for key in found[step]} for step in found}
+    assert {step: {key: expected[step][key] for key in row} for step, row in shared.items()} == shared
+
+
+def test_further_forward_passes_and_evaluations_are_no_batches():
+    def further(module):
+        module.eval()
+        module(next(iter(batches()))[0])
+        module.train()
+        with torch.no_grad():
+            module(next(iter(batches()))[0])
+
+    plain, with_further = (
+        in_a_loop(CALLBACKS["LogitMonitor"](), None, further=each) for each in (lambda _: 0, further)
+    )
+    assert list(plain[0]) == list(with_further[0]) == list(range(10))
+    assert torch.equal(plain[1], with_further[1])
+
+
+def test_after_an_error_and_at_the_end_the_model_is_as_it_was():
+    module = TinyLM()
+    before = {name: type(part) for name, part in module.named_modules()}
+    for error in (None, RuntimeError("out of memory")):
+        try:
+            with attnswap.watch(module, every=1, log=lambda values, step: None):
+                module(next(iter(batches()))[0]).sum().backward()
+                if error:
+                    raise error
+        except RuntimeError:
+            pass
+        assert {name: type(part) for name, part in module.named_modules()} == before
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+
+
+def test_gradients_are_added_before_they_are_clipped():
+    """As Lightning does: what a clip sees holds the penalty's."""
+    norms = []
+    for weight in (0.0, 1e3):
+        module = TinyLM()
+        optimizer = module.configure_optimizers()
+        with attnswap.watch(module, log=lambda values, step: None, callbacks=[LocAteR(weight)], optimizer=optimizer):
+            module(next(iter(batches()))[0]).square().mean().backward()
+            norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+            optimizer.step()
+    assert norms[1] > 10 * norms[0]
+
+
+def test_what_cannot_run_here_is_refused_by_name():
+    module = TinyLM()
+    with pytest.raises(ValueError, match="callbacks has SigmaReparam, and here run only AttentionMonitor, "):
+        attnswap.watch(module, callbacks=[SigmaReparam()])
+    with pytest.raises(ValueError, match="LocAteR changes gradients or weights: give the optimizer"):
+        attnswap.watch(module, callbacks=[LocAteR(0.1)])
+    watching = attnswap.watch(module, callbacks=[AttentionMonitor(where="nothing")])
+    with pytest.raises(ValueError, match="nothing"), watching:
+        pass
