@@ -56,7 +56,6 @@ def write_images(folder: Path, count: int) -> None:
 def measure(kind: str, folder: Path, size: int) -> None:
     """Print the memory of an epoch of the loader over what lies in `folder`."""
     import torch
-
     from attnswap.datamodules import ImageNetDataModule, WikiTextDataModule
 
     torch.set_num_threads(1)
