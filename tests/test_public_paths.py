@@ -54,6 +54,7 @@ attnswap.load_swapped attnswap.functional.softmax_attention
 attnswap.functional.symmetric_attention attnswap.functional.rpc_attention attnswap.functional.scaled_attention
 attnswap.functional.uniform_attention attnswap.callbacks.SwapAttention attnswap.callbacks.LocAteR
 attnswap.callbacks.AttentionMonitor attnswap.tasks.BaseTask attnswap.tasks.LanguageModelingTask
+attnswap.watch attnswap.integrations.transformers.Watch
 attnswap.analysis.local_lipschitz attnswap.analysis.attention_entropy
 """.split()  # noqa: SIM905 a list of one path a line would take three times the lines
 
