@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.compare.plan import plan_cells
+from lightning_tasks.compare.plan import check_cells, plan_cells
 from lightning_tasks.compare.record import FINISHED, read_record
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import (
@@ -281,8 +281,8 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
     if name not in {recipe.name for recipe in FILES}:  # it differs from its recipe in how it trains
         return
     commands = ["test", "validate", "predict"]
-    if not name.startswith("quickstart/"):  # two of them in turn
-        del commands[FITTED.index(name) % 3]
+    if not name.startswith("quickstart/"):  # one of them in turn
+        commands = [commands[FITTED.index(name) % 3]]
     for command in commands:
         main([command, "--config", recipe, "--ckpt_path", str(next(run.glob("checkpoints/*.ckpt")))])
     if "predict" not in commands:
@@ -325,23 +325,33 @@ def test_what_scripts_gather_is_checked_of_comparisons_that_there_are():
     assert {*CHECKS} <= {*COMPARISONS}
 
 
-OF_NUMBERS = (  # two variants tell
-    *("locater/compare_small_vocabulary", "locater/compare_weight_decay", "rpc/compare_classification_exploratory"),
-    *("rpc/compare_lam", "rpc/compare_sparse_part"),
-)
-OF_SIZE = ("rpc/compare_imagenet",)  # three tell: the others are of numbers
+BASES = {name: read_settings(CONFIGS / f"{name}.yaml")["base"] for name in COMPARISONS}
 SEARCHED = [name for name in COMPARISONS if "grid" in read_settings(CONFIGS / f"{name}.yaml")]
+# The first of each base, and what scripts gather; `-m slow` runs all of each.
+RUN = [name for name in COMPARISONS if name == [*BASES][[*BASES.values()].index(BASES[name])] or name in CHECKS]
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_every_variant_of_a_comparison_is_accepted(name, own_folder):
+    content = read_settings(CONFIGS / f"{name}.yaml")
+    content["base"] = twin(content["base"], own_folder)
+    tiny = own_folder / "tiny.yaml"
+    tiny.write_text(yaml.safe_dump(content, sort_keys=False))
+    variants = read_variants(str(tiny))
+    if name.startswith(("mmseg/", "zoo/")):
+        variants = variants[:3]
+    assert check_cells(plan_cells(variants, [0], Path("out"))).keys() == {variant.name for variant in variants}
 
 
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
-        *((name, name not in SEARCHED) for name in COMPARISONS),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in SEARCHED),
+        *((name, name in CHECKS) for name in RUN),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in COMPARISONS if name not in CHECKS),
     ],
 )
 def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, capsys):
-    """Where values are chosen, of two for the first variant alone; of its many variants two, where not the whole."""
+    """Where not the whole, the first variant and RPC, or the second; values are chosen of two."""
     monkeypatch.setenv("ATTNSWAP_DATA", str(tiny_data))
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     content["base"] = twin(content["base"], own_folder)
@@ -359,20 +369,20 @@ def test_every_comparison_runs(name, whole, own_folder, tiny_data, monkeypatch, 
             assert {*attacks} <= attack_metrics(**callback["init_args"])
             kept = ["fog"] if "imagenet_c" in callback["init_args"] else []
             callback["init_args"] |= {"num_images": 2, "attacks": ["fgsm"], "corruptions": kept}
-    if name in (*OF_NUMBERS, *OF_SIZE):
-        content["variants"] = dict(list(content["variants"].items())[: 3 if name in OF_SIZE else 2])
-        content.pop("references", None)
+    first, *others = content["variants"]
     if name in SEARCHED:
-        first, *others = content["variants"]
         ((key, values),) = content["grid"].items()
         searched = (
             {name: each[:2] for name, each in values.items()} if isinstance(values, dict) else {first: values[:2]}
         )
-        if not whole:
-            other = "rpc" if "rpc" in others else next(iter(searched))
-            content["variants"] = {key: content["variants"][key] for key in (first, other)}
-            del content["references"]
-        content["grid"] = {key: {name: each for name, each in searched.items() if name in content["variants"]}}
+        content["grid"] = {key: searched}
+        others = [*searched, *others]
+    if not whole:
+        other = "rpc" if "rpc" in others else next(each for each in others if each != first)
+        content["variants"] = {key: content["variants"][key] for key in (first, other)}
+        content.pop("references", None)
+        if name in SEARCHED:
+            content["grid"] = {key: {each: values for each, values in searched.items() if each in (first, other)}}
     tiny = own_folder / "tiny.yaml"
     tiny.write_text(yaml.safe_dump(content, sort_keys=False))
     main(["compare", str(tiny), "--seeds", "0", "--output", "out"])

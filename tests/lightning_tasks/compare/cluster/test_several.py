@@ -66,15 +66,22 @@ def rows_of(output):
     return json.loads(file.read_text())
 
 
-def test_killed_at_a_step_it_goes_on_and_ends_as_one_that_was_not(tmp_path):
-    given, whole = compare(tmp_path, "whole", "--jobs", "2")
-    done = run(given)
+def test_killed_at_a_step_it_goes_on_and_ends_as_one_that_was_not(tmp_path, capsys):
+    """One by a line of its plan, the other by `compare`."""
+    given, whole = compare(tmp_path, "whole", "--plan")
+    main(given)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert [*read_plan(whole).processes.values()] == [2]
+    main(["compare", str(whole), "--status"])
+    assert ": waiting (2 processes)" in capsys.readouterr().out
+    done = run(line.split()[1:])
     assert done.returncode == 0, done.stderr[-2_000:]
     expected = rows_of(whole)
     assert {row["value"] for row in expected["rows"] if row["metric"] == "world"} == {2.0}
     assert expected["runs"][0].endswith(", 2 processes")
+    assert not [path for path in (whole / "leases").rglob("*") if path.is_file()]
 
-    given, cut = compare(tmp_path, "cut", kill_at=5)
+    given, cut = compare(tmp_path, "cut", "--jobs", "2", kill_at=5)
     assert run(given).returncode == 1
     assert list(cut.rglob(FILE)), "a checkpoint that counts"
     time.sleep(1.0)
@@ -87,19 +94,6 @@ def test_killed_at_a_step_it_goes_on_and_ends_as_one_that_was_not(tmp_path):
     assert found["initial_weights"] == expected["initial_weights"]
     assert len(found["runs"]) == 2
     assert "from step" in found["runs"][1]
-
-
-def test_a_plan_says_how_many_and_its_command_runs_them(tmp_path, capsys):
-    given, output = compare(tmp_path, "out", "--plan")
-    main(given)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert [*read_plan(output).processes.values()] == [2]
-    main(["compare", str(output), "--status"])
-    assert ": waiting (2 processes)" in capsys.readouterr().out
-    done = run(line.split()[1:])
-    assert done.returncode == 0, done.stderr[-2_000:]
-    assert rows_of(output)["runs"][0].endswith(", 2 processes")
-    assert not [path for path in (output / "leases").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

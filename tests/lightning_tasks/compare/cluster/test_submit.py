@@ -25,21 +25,6 @@ def compare(comparison, output, *arguments):
     main(["compare", str(comparison), "--seeds", "0:1", "--output", str(output), *arguments])
 
 
-def test_processes_of_this_machine_finish_the_cells(comparison, tmp_path, capsys):
-    output = tmp_path / "out"
-    compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local", "--executor.timeout_min=5")
-    assert "submitted 3 jobs, " in capsys.readouterr().out
-    cells = plan_cells(read_variants(str(comparison)), [0], output, comparison=comparison.stem)
-    for _ in range(600):
-        if all(cell.is_finished() for cell in cells):
-            break
-        time.sleep(0.5)
-    main(["compare", str(output), "--status"])
-    assert "3 of 3 cells finished, 0 run" in capsys.readouterr().out
-    compare(comparison, output, "--executor", "submitit", "--executor.cluster", "local")
-    assert "submitted 0 jobs;" in capsys.readouterr().out
-
-
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
     """`sbatch` writes what it was asked for into a file."""
@@ -51,6 +36,27 @@ def stub(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked.sh"))
     return tmp_path / "asked.sh"
+
+
+def test_processes_of_this_machine_finish_the_cells(demo, tmp_path, capsys):
+    output = tmp_path / "out"
+    compare(demo, output, "--executor", "submitit", "--executor.cluster", "local", "--executor.timeout_min=5")
+    assert "submitted 1 jobs, " in capsys.readouterr().out
+    cells = plan_cells(read_variants(str(demo)), [0], output, comparison=demo.stem)
+    for _ in range(600):
+        if cells[0].is_finished():
+            break
+        time.sleep(0.5)
+    main(["compare", str(output), "--status"])
+    assert "1 of 1 cells finished, 0 run" in capsys.readouterr().out
+    compare(demo, output, "--executor", "submitit", "--executor.cluster", "local")
+    assert "submitted 0 jobs;" in capsys.readouterr().out
+
+
+def test_cells_of_two_processes_are_an_array_with_a_task_for_each(demo, tmp_path, capsys, stub):
+    several = ["--set", "trainer.devices=2", "--set", "trainer.strategy=ddp", "--executor.timeout_min=5"]
+    compare(demo, tmp_path / "out", "--executor", "submitit", *several)
+    assert "#SBATCH --ntasks-per-node=2\n" in stub.read_text()
 
 
 def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, capsys, stub):
