@@ -30,6 +30,7 @@ commands:
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
   drift                         what a mechanism does to a trained model before any training:
                                 attnswap drift --model FOLDER --mechanism rpc --data ag_news --output DIR
+  sweep                         a W&B sweep over a mechanism's options: attnswap sweep RECIPE --mechanism rpc
   analyze                       run an analysis: attnswap analyze token-selection --output DIR
   show-batch                    draw a batch as the model gets it: attnswap show-batch RECIPE --output PNG
 
@@ -122,6 +123,10 @@ def _run(command: str, arguments: list[str]) -> None:
         from lightning_tasks.analyses.drift import main as drift
 
         drift(arguments[1:])
+    elif command == "sweep":
+        from lightning_tasks.cli.sweep import main as sweep
+
+        sweep(arguments[1:])
     elif command == "show-batch":
         from lightning_tasks.cli.show_batch import main as show_batch
 
@@ -134,7 +139,8 @@ def _run(command: str, arguments: list[str]) -> None:
 
             run(arguments)
     else:
-        known = ", ".join((*TRAINER_COMMANDS, "recipes", "compare", "cell", "report", "drift", "analyze", "show-batch"))
+        others = ("recipes", "compare", "cell", "report", "sweep", "drift", "analyze", "show-batch")
+        known = ", ".join((*TRAINER_COMMANDS, *others))
         raise UsageError(f"unknown command {command!r}; the commands are {known}")
 
 

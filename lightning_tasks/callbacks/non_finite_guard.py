@@ -17,6 +17,7 @@ from lightning_tasks.files.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import current_step
+from lightning_tasks.runs.wandb_runs import alert
 from lightning_tasks.training.non_finite import (
     Flags,
     NonFiniteError,
@@ -219,6 +220,7 @@ class NonFiniteGuard(Callback):
     def _stop(self, trainer: pl.Trainer, text: str) -> None:
         for logger in trainer.loggers:
             logger.log_metrics({STOPPED: 1.0}, step=current_step(trainer))
+        alert("diverged", text)
         trainer.strategy.barrier()  # the first process that ends takes the others with it: all have saved their batch
         row = f"{self._in_a_row} steps in a row were not finite; the last: " if self._in_a_row > 1 else ""
         cure = " (NonFiniteGuard with action='skip' leaves such steps out)" if self.action == "stop" else ""

@@ -16,6 +16,7 @@ from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.resuming.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.writing.prediction_table import PredictionTable
+from lightning_tasks.callbacks.writing.wandb_page import WandbPage
 from lightning_tasks.cli.loggers import planned_loggers
 from lightning_tasks.cli.resumed_optimizer import CheckResumedOptimizer
 from lightning_tasks.runs.folder import RUNS
@@ -58,7 +59,7 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
     if section.get("init_from"):
         added.append(InitFromCheckpoint(section.init_from))
     if command == "fit":
-        added.append(ExactResume())
+        added += [ExactResume(), *([WandbPage()] if "WandbLogger" in str(section.trainer.logger) else [])]
     if command == "fit" and section.get("ckpt_path"):
         added += [CheckResumedOptimizer(), WarnOfMissedValidation()]
     added.append(SaveOnStop())

@@ -224,10 +224,11 @@ class AttnswapCLI(LightningCLI):
         """Name the W&B runs, have a resumed one go on, and need no key."""
         if not runs:
             return
-        if self._labels is not None:
-            for arguments in runs:
-                self._labels.fill(arguments)
-        if self.config.subcommand == "fit" and section.ckpt_path and Path(section.ckpt_path).is_file():
+        command = self.config.subcommand
+        labels = self._labels or RunLabels(None, None, (), command, f"attnswap {command} {self._recipe}")
+        for arguments in runs:
+            labels.fill(arguments)
+        if command == "fit" and section.ckpt_path and Path(section.ckpt_path).is_file():
             continue_run(runs[0], read_checkpoint(section.ckpt_path))
         go_offline_without_key()
 

@@ -17,24 +17,27 @@ from lightning_tasks.runs.loggers import loggers_named, wandb_library
 
 RUN = "wandb_run"  # in a checkpoint: the run's id and project
 _ID = re.compile(r"(?!\s)[^/\\#?%:;,'\x00-\x1f]{1,128}(?<!\s)")
-_MOST = {"group": 128, "name": 128, "tag": 64}  # characters that W&B takes
+_MOST = {"group": 128, "name": 128, "job_type": 64, "tag": 64}  # characters that W&B takes
 
 
 @dataclass(frozen=True)
 class RunLabels:
-    """What a W&B run is called: its group, its name and its tags, cut to the lengths that W&B takes."""
+    """What a W&B run is called: group, name, tags, kind of job and notes, cut to the lengths that W&B takes."""
 
-    group: str
-    name: str
+    group: str | None
+    name: str | None
     tags: tuple[str, ...] = ()
+    job_type: str | None = None
+    notes: str | None = None
 
     def fill(self, arguments: Any) -> None:
         """Put the labels into the arguments of a ``WandbLogger``, where these leave them open; tags add up."""
-        for key, value in (("group", self.group), ("name", self.name)):
-            if arguments.get(key) is None:
-                arguments[key] = value[: _MOST[key]]
+        for key in ("group", "name", "job_type", "notes"):
+            if arguments.get(key) is None and (value := getattr(self, key)) is not None:
+                arguments[key] = value[: _MOST.get(key)]
         given = list(arguments.get("tags") or ())
-        arguments["tags"] = list(dict.fromkeys([*given, *(tag[: _MOST["tag"]] for tag in self.tags if tag)]))
+        if tags := list(dict.fromkeys([*given, *(tag[: _MOST["tag"]] for tag in self.tags if tag)])):
+            arguments["tags"] = tags
 
 
 def wandb_arguments(loggers: Any) -> list[Any]:
@@ -128,6 +131,13 @@ def go_offline_without_key() -> None:
         rank_zero_info(
             f"W&B has no key for {settings.base_url}: the run is kept offline, and `wandb sync` sends it later"
         )
+
+
+def alert(title: str, text: str) -> None:
+    """Send an alert of the W&B run of this process, where there is one."""
+    wandb = sys.modules.get("wandb")
+    if wandb is not None and wandb.run is not None:
+        wandb.run.alert(title=title, text=text, level=wandb.AlertLevel.WARN)
 
 
 @contextlib.contextmanager

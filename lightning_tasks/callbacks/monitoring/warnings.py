@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_tasks.runs.wandb_runs import alert
+
 
 def warn_without_validation(trainer: pl.Trainer, callback: pl.Callback) -> None:
     """Warn, when a fit starts, that a callback which acts at validations alone will have none."""
@@ -158,7 +160,6 @@ class CollapseWarnings:
                 self._said.add(sign)
                 layers = ", ".join(f"{layer} ({value:.3g})" for layer, value in shown.items())
                 side = "below" if sign.below else "above"
-                rank_zero_warn(
-                    f"{self._monitor}, {where}: {sign.words}. {sign.statistic} {side} {sign.threshold:g} in {layers}; "
-                    "said once"
-                )
+                text = f"{where}: {sign.words}. {sign.statistic} {side} {sign.threshold:g} in {layers}; said once"
+                rank_zero_warn(f"{self._monitor}, {text}")
+                alert(sign.words.partition(":")[0], text)

@@ -101,7 +101,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
             os.utime(cell.folder)
     progress = KeepProgress(cell, start, may_write)
     pairing, images = RecordPairing(), RecordImages()
-    labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"))
+    labels = RunLabels(cell.comparison, cell.label, (cell.name, f"seed {cell.seed}"), "cell")
     stopped = ""
     with _output_to(cell.log) if first else contextlib.nullcontext(), one_run():
         try:

@@ -2,11 +2,13 @@
 
 import json
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from lightning_tasks.callbacks.monitoring.warnings import CollapseWarnings
 from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.errors import UsageError
@@ -52,6 +54,35 @@ def test_each_cell_is_a_wandb_run_of_its_own(cells):
     assert sorted(runs[0].tags) == ["mine", "plain, a/b", "seed 3"]
     assert len(runs[1].display_name) == 128  # as many as W&B takes
     assert max(map(len, runs[1].tags)) == 64
+
+
+def test_a_cell_keeps_best_values_its_recipe_and_what_it_was_for(cells):
+    (records,) = offline_runs(cells[0].folder)
+    assert run_record(records).job_type == "cell"
+    kinds = {
+        kind: [each for each in records if each.WhichOneof("record_type") == kind] for kind in ("metric", "artifact")
+    }
+    kept = {record.metric.name: record.metric.summary for record in kinds["metric"]}
+    assert kept["val/loss"].min
+    assert kept["val/loss"].last
+    assert kept["val/top1"].max
+    (recipe,) = [record.artifact for record in kinds["artifact"] if record.artifact.type == "recipe"]
+    names = {entry.path for entry in recipe.manifest.contents}
+    assert {"config.yaml", "environment.json"} <= names
+
+
+def test_a_sign_of_collapse_is_an_alert_once_a_kind(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=str(tmp_path)):
+        signs = CollapseWarnings("AttentionMonitor")
+        for step in (1, 2):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                signs.look({("sink", "layer_00"): 0.5, ("normalised_entropy", "layer_01"): 0.001}, f"step {step}")
+    (records,) = offline_runs(tmp_path)
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert sorted(alert.title for alert in alerts) == ["attention sink", "entropy collapse"]
+    assert "step 1" in alerts[0].text
 
 
 def test_what_a_cell_logs_is_in_its_own_run(cells):
