@@ -31,6 +31,7 @@ commands:
   drift                         what a mechanism does to a trained model before any training:
                                 attnswap drift --model FOLDER --mechanism rpc --data ag_news --output DIR
   sweep                         a W&B sweep over a mechanism's options: attnswap sweep RECIPE --mechanism rpc
+  workspace                     a W&B workspace for what monitors log: attnswap workspace ENTITY/PROJECT
   analyze                       run an analysis: attnswap analyze token-selection --output DIR
   show-batch                    draw a batch as the model gets it: attnswap show-batch RECIPE --output PNG
 
@@ -127,6 +128,10 @@ def _run(command: str, arguments: list[str]) -> None:
         from lightning_tasks.cli.sweep import main as sweep
 
         sweep(arguments[1:])
+    elif command == "workspace":
+        from lightning_tasks.cli.workspace import main as workspace
+
+        workspace(arguments[1:])
     elif command == "show-batch":
         from lightning_tasks.cli.show_batch import main as show_batch
 
@@ -139,7 +144,7 @@ def _run(command: str, arguments: list[str]) -> None:
 
             run(arguments)
     else:
-        others = ("recipes", "compare", "cell", "report", "sweep", "drift", "analyze", "show-batch")
+        others = ("recipes", "compare", "cell", "report", "sweep", "workspace", "drift", "analyze", "show-batch")
         known = ", ".join((*TRAINER_COMMANDS, *others))
         raise UsageError(f"unknown command {command!r}; the commands are {known}")
 

@@ -29,7 +29,7 @@ from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
 from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run, sections_of_run
-from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
+from lightning_tasks.cli.quiet import leave_out_what_is_not_known, quiet
 from lightning_tasks.cli.save_config import SaveConfig, dump_plain
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
 from lightning_tasks.errors import HINT, UsageError, library_refusal, unknown_metric
@@ -171,7 +171,7 @@ class AttnswapCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer, whose checkpoint files are written whole or not at all, and checked when they are read."""
         trainer = super().instantiate_trainer(**kwargs)
-        leave_out_zero_flops(trainer)
+        leave_out_what_is_not_known(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()
         return trainer

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 
 _PACKAGES = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _LINES = (
@@ -48,9 +48,12 @@ def _is_kept(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith(_LINES)  # with its arguments it may fail, which logging reports by itself
 
 
-def leave_out_zero_flops(trainer: Trainer) -> None:
-    """Have the summaries of a trainer leave out the line "Total FLOPs: 0", of a module without an example input."""
+def leave_out_what_is_not_known(trainer: Trainer) -> None:
+    """Have summaries leave out the line "Total FLOPs: 0", of a module without an example; bars the last epoch "-2"."""
     for callback in vars(trainer)["callbacks"]:
+        if type(callback) is RichProgressBar and trainer.max_epochs == -1:  # steps alone end the fit
+            described = callback._get_train_description
+            callback._get_train_description = lambda epoch, text=described: text(epoch).replace("/-2", "   ")
         if type(callback) in (ModelSummary, RichModelSummary):
             callback.summarize = partial(_summarize, type(callback).summarize)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_tasks.runs.loggers import current_step, loggers_named
 from lightning_tasks.runs.safe_files import write_rows
+
+_SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 def run_folder(trainer: Any) -> Path | None:
@@ -46,7 +49,9 @@ def save_figure(trainer: Any, figure: Any, name: str, a_file_per_step: bool = Fa
         logger.log_image(key=name, images=[str(path)], step=current_step(trainer))
     for logger in loggers_named(trainer, "TensorBoardLogger"):
         logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
-    rank_zero_info(f"figure: {path}")
+    if name not in (said := _SAID.setdefault(trainer, set())):  # once a run, however often it is drawn anew
+        said.add(name)
+        rank_zero_info(f"figure: {path}")
     return path
 
 

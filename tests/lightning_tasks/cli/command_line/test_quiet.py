@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli.as_run import OF_LIGHTNING
-from lightning_tasks.cli.quiet import leave_out_zero_flops, quiet
+from lightning_tasks.cli.quiet import leave_out_what_is_not_known, quiet
 from tests.lightning_tasks.cli.runs import checkpoint, last_run, saved_config
 from tests.lightning_tasks.demo import DemoModule
 
@@ -92,7 +92,7 @@ def test_zero_flops_are_left_out_and_the_rest_is_not(kind, logged, capsys):
     (summary,) = [callback for callback in trainer.callbacks if type(callback) is kind]
     for flops in (0, 7):
         logged.clear()
-        leave_out_zero_flops(trainer)
+        leave_out_what_is_not_known(trainer)
         summary.summarize(rows, 3, 3, 0.1, {"train": 1, "eval": 0}, total_flops=flops)
         printed = "".join(logged.messages) + capsys.readouterr().out
         assert ("total flops" in printed.lower()) == bool(flops)
