@@ -125,11 +125,11 @@ def _run(command: str, arguments: list[str]) -> None:
 
         drift(arguments[1:])
     elif command == "sweep":
-        from lightning_tasks.cli.sweep import main as sweep
+        from lightning_tasks.cli.boards.sweep import main as sweep
 
         sweep(arguments[1:])
     elif command == "workspace":
-        from lightning_tasks.cli.workspace import main as workspace
+        from lightning_tasks.cli.boards.workspace import main as workspace
 
         workspace(arguments[1:])
     elif command == "show-batch":

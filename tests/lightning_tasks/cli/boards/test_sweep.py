@@ -8,8 +8,8 @@ import yaml
 from attention_modules import available_mechanisms
 from lightning_tasks.__main__ import main
 from lightning_tasks.cli.asked import named_recipe
+from lightning_tasks.cli.boards.sweep import option_values
 from lightning_tasks.cli.fit import check_arguments
-from lightning_tasks.cli.sweep import option_values
 
 
 def sweep(*arguments):

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.workspace import SECTIONS, workspace_of
+from lightning_tasks.cli.boards.workspace import SECTIONS, workspace_of
 
 LOGGED = """
 train/loss val/loss val/perplexity val/top1 val/miou attention/entropy/layer_00 val/attention/entropy/layer_11

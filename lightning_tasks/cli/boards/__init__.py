@@ -1,0 +1,1 @@
+"""What W&B is told of a project: sweeps and workspaces."""
