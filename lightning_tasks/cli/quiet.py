@@ -52,10 +52,14 @@ def leave_out_what_is_not_known(trainer: Trainer) -> None:
     """Have summaries leave out the line "Total FLOPs: 0", of a module without an example; bars the last epoch "-2"."""
     for callback in vars(trainer)["callbacks"]:
         if type(callback) is RichProgressBar and trainer.max_epochs == -1:  # steps alone end the fit
-            described = callback._get_train_description
-            callback._get_train_description = lambda epoch, text=described: text(epoch).replace("/-2", "   ")
+            described: Callable[[int], str] = callback._get_train_description
+            vars(callback)["_get_train_description"] = partial(_without_last, described)
         if type(callback) in (ModelSummary, RichModelSummary):
             callback.summarize = partial(_summarize, type(callback).summarize)
+
+
+def _without_last(described: Callable[[int], str], epoch: int) -> str:
+    return described(epoch).replace("/-2", "   ")
 
 
 def _summarize(summarize: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -60,7 +60,7 @@ def workspace_of(entity: str, project: str, name: str = "attnswap") -> Any:
         import wandb_workspaces.workspaces as workspaces
 
     def section(place: int, title: str, plots: dict[str, str]) -> Any:
-        drawn = [panels.LinePlot(title=each, metric_regex=f"^{names}$") for each, names in plots.items()]
+        drawn: list[Any] = [panels.LinePlot(title=each, metric_regex=f"^{names}$") for each, names in plots.items()]
         return workspaces.Section(name=title, panels=drawn, is_open=place < 2)
 
     sections = [section(place, title, plots) for place, (title, plots) in enumerate(SECTIONS.items())]

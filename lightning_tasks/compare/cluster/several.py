@@ -18,7 +18,7 @@ from lightning_tasks.compare.cell import Cell, last_error
 from lightning_tasks.compare.cluster.lease import HeldError
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files.sources import Sources
-from lightning_tasks.runs.environment import take_code, this_environment
+from lightning_tasks.runs.environment import this_environment
 
 HELD = 75  # the exit status of who finds a cell run by another process
 _RANKS = ("RANK", "LOCAL_RANK")
@@ -77,30 +77,9 @@ def run_by_command(cell: Cell, planned: Sources) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cell.json"
         file.write_text(json.dumps(asked), encoding="utf-8")
-        command = [sys.executable, "-m", __spec__.name, str(file)]
+        command = [sys.executable, "-m", f"{__package__}.process", str(file)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode == HELD:
         raise HeldError(last_error(done.stderr))
     if done.returncode:
         raise RuntimeError(last_error(done.stderr) or f"it ended with {done.returncode}")
-
-
-def _main(file: str) -> None:
-    from lightning_tasks.compare.cluster.run import run_held
-    from lightning_tasks.compare.workers import failure
-
-    end_with_parent()
-    asked = json.loads(Path(file).read_text(encoding="utf-8"))
-    take_code(tuple(asked["code"]))
-    cell = Cell(**(asked["cell"] | {"overrides": tuple(asked["cell"]["overrides"])}))
-    try:
-        run_held(cell, asked["planned"])
-    except HeldError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(HELD) from None
-    except Exception as error:
-        raise SystemExit(f"error: {failure(cell, error)}") from error
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

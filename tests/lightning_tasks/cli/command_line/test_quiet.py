@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary, RichProgressBar
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_module
 
@@ -172,3 +172,13 @@ def test_what_a_trainer_takes_for_null():
         assert getattr(trainer, f"limit_{split}_batches") == OF_LIGHTNING[f"limit_{split}_batches"]
     assert trainer.checkpoint_callbacks
     assert trainer.progress_bar_callback is not None
+
+
+def test_a_fit_by_steps_has_no_last_epoch_in_its_bar():
+    pytest.importorskip("rich")
+    for limits, text in (({"max_steps": 5}, "Epoch 0"), ({"max_epochs": 3}, "Epoch 0/2")):
+        trainer = Trainer(logger=False, accelerator="cpu", callbacks=[RichProgressBar()], **limits)
+        leave_out_what_is_not_known(trainer)
+        (bar,) = [callback for callback in trainer.callbacks if isinstance(callback, RichProgressBar)]
+        bar._trainer = trainer
+        assert bar._get_train_description(0).strip() == text
