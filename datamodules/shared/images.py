@@ -111,7 +111,8 @@ class FileImages(Images):
 
     def __init__(self, paths: Sequence[str], labels: Any) -> None:
         super().__init__(labels)
-        self.paths = np.array(paths)  # one object to share with the workers, not a million
+        # One object to share with the workers, not a million, of a byte a letter.
+        self.paths = np.array([os.fsencode(path) for path in paths])
 
     def read(self, index: int) -> Image.Image:
         with open_image(self.name(index)) as image:
@@ -119,7 +120,7 @@ class FileImages(Images):
             return image
 
     def name(self, index: int) -> str:
-        return str(self.paths[index])
+        return os.fsdecode(self.paths[index])
 
 
 class ParquetImages(Images):

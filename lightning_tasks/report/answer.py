@@ -14,16 +14,17 @@ def answers(summary: Sequence[SummaryRow]) -> list[str]:
     """A sentence for each difference of the primary endpoint, or where none was named of the first metric."""
     paired = [row for row in summary if row.reference]
     decisive = [row for row in paired if row.primary] or [row for row in paired if row.metric == paired[0].metric]
-    more = [f"{len(decisive) - MOST} further differences stand below."] if len(decisive) > MOST else []
+    left = len(decisive) - MOST
+    more = [f"{left} further difference{'s stand' if left > 1 else ' stands'} below."] if left > 0 else []
     return [*map(_sentence, decisive[:MOST]), *more]
 
 
 def _sentence(row: SummaryRow) -> str:
     one, other, verdict = row.config, row.reference, row.verdict
-    numbers = f"{row.difference:+.4g} [{row.low:.4g}, {row.high:.4g}]" if math.isfinite(row.low + row.high) else ""
+    numbers = f"{row.difference:+.3g} [{row.low:.3g}, {row.high:.3g}]" if math.isfinite(row.low + row.high) else ""
     seeds = f"{row.pairs} seed{'' if row.pairs == 1 else 's'}"
     tail = f"difference in {row.metric} {numbers}, {seeds}" if numbers else f"{row.metric}, {seeds}"
-    where = f"of {one} to {other}"
+    where = f"between {one} and {other}"
     match verdict:
         case "lower" | "higher":
             return f"{one} is {verdict} than {other}: {tail}."
