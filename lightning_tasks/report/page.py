@@ -187,6 +187,7 @@ def page(read: Read, beside: Path = Path()) -> str:
     from markupsafe import Markup
 
     configs, as_logged = read.configs, read.rows()
+    summary = sorted(read.summary, key=lambda row: not row.primary)  # what decides comes first
     tested = list(dict.fromkeys(run.config for run in read.runs if is_test(run)))
     fitted = [config for config in configs if config not in tested]
     diverged, rows = diverged_cells(as_logged), with_stops(as_logged)
@@ -223,8 +224,8 @@ def page(read: Read, beside: Path = Path()) -> str:
         answers=answers(read.summary),
         facts=[datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"), *read.origins, *_data(settings)],
         finals=_tables(rows, fitted, tested, plain, diverged),
-        summary=read.summary,
-        forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in drawable_rows(read.summary).items()],
+        summary=summary,
+        forest=[(metric, Markup(forest_svg(rows, metric))) for metric, rows in drawable_rows(summary).items()],
         curves=[
             (metric, is_monitored(metric), Markup(curves_svg(logged[metric], configs, metric)))
             for metric in curves[:MOST_CURVES]
