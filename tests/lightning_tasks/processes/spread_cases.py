@@ -58,6 +58,7 @@ def trainer_of(callbacks: list[Any], processes: int, **options: Any) -> pl.Train
 def task_of(options: dict[str, Any], sizes: dict[str, Any]) -> LanguageModelingTask:
     model = {"class_path": "lightning_tasks.models.TransformerLM", "init_args": {**SIZES, **sizes}}
     task = LanguageModelingTask(model, **{"optimizer": SGD, **options})
+    task.hparams["chunk_size"] = None  # as under ModelParallelStrategy
     build = task.build_model
 
     def build_double() -> Any:
