@@ -66,8 +66,8 @@ class SwappedHuggingFace(Swapped):
             self._check_own_sequence(args, kwargs)
         if "x" in self.mechanism.needs:
             x = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
-            shared = self.head_mesh is not None and isinstance(x, Tensor)
-            kwargs[INPUT] = fan_out(x, self.head_mesh) if shared else x
+            several = self.head_mesh is not None
+            kwargs[INPUT] = fan_out(x, self.head_mesh) if several and isinstance(x, Tensor) else x
         if self.mechanism.cache != "whole sequence" and (not self.mechanism.uses_query or self.mechanism.remembers):
             kwargs |= self._cache(args, kwargs)
         if self.head_mesh is None:
