@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Phi3Config
 
 from attnswap import AttentionSwapError, attention_maps, load_pretrained, restore_attention, swap_attention
 
@@ -31,16 +31,23 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def save_plain(folder: Path, name: str = "plain", key_heads: int = 2, **config: Any) -> None:
-    sizes = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=key_heads, **config))
-    model.double().save_pretrained(folder / name)
+SIZES = {"vocab_size": 19, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "pad_token_id": 0}
+MODELS = {
+    "plain": LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2),
+    "one key head": LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=1),
+    "joint": Phi3Config(**SIZES, num_attention_heads=4, num_key_value_heads=4),
+}
+
+
+def save_plain(folder: Path) -> None:
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).double().save_pretrained(folder / name)
 
 
 def load(folder: Path, name: str = "plain") -> Any:
     several = {"tp_plan": "auto"} if distributed.is_initialized() else {}
-    return LlamaForCausalLM.from_pretrained(folder / name, dtype=torch.float64, **several).train()
+    return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64, **several).train()
 
 
 def whole(tensor: Any) -> Tensor:
@@ -103,6 +110,8 @@ def main(folder: Path) -> dict[str, Any]:
     before = {name: id(each) for name, each in model.named_parameters()}
     for mechanism, options in REFUSED.items():
         found[f"refused {mechanism}"] = error_of(lambda: swap_attention(model, mechanism, **options))  # noqa: B023
+    for name in ("one key head", "joint"):
+        found[f"refused {name}"] = error_of(lambda: swap_attention(load(folder, name), "sink"))  # noqa: B023
     found["unchanged"] = before == {name: id(each) for name, each in model.named_parameters()}
     return found
 
@@ -113,4 +122,5 @@ if __name__ == "__main__":
     distributed.init_process_group("gloo")
     result = main(Path(sys.argv[1]))
     torch.save(result, Path(sys.argv[1], f"found_{distributed.get_rank()}.pt"))
+    distributed.barrier()  # what ends first would cut off the other, which may still load
     distributed.destroy_process_group()

@@ -46,17 +46,19 @@ def test_saved_models_are_whole_and_load_on_any_number_of_processes(runs):
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "text"),
+    ("case", "text"),
     [
         ("talking_heads", "TalkingHeadsAttention needs all 4 heads in one process.*each of 2 has 2"),
         ("differential", "DifferentialAttention, pairs='heads' needs all 4 heads"),
         ("rpc", "its query projection is spread over processes"),
         ("dam", "needs all 4 heads"),
+        ("one key head", "its 1 key heads cannot be spread over 2 processes"),
+        ("joint", "only those of separate projections to queries, keys and values are known"),
     ],
 )
-def test_mechanisms_that_need_all_heads_are_refused_by_name(runs, mechanism, text):
+def test_what_needs_all_heads_is_refused_by_name(runs, case, text):
     for found in runs[1]:
-        assert re.search(text, found[f"refused {mechanism}"])
+        assert re.search(text, found[f"refused {case}"])
         assert found["unchanged"]
 
 
