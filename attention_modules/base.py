@@ -120,6 +120,9 @@ class AttentionMechanism(nn.Module):
     than queries, else the whole sequence."""
     remembers: ClassVar[bool] = False
     """Whether it must be given what :meth:`remember` gives of every earlier token: ``forward`` then takes ``kept``."""
+    per_head: tuple[str, ...] | None = None
+    """Its Parameters by name that hold one head's rows after the other's, so that some heads can be computed without
+    the rest (tensor parallelism); None where they cannot (it mixes them), or nobody said so."""
     built_with: Mapping[str, object] | None = None
     """The options it was built with by name or class; None where a callable or hand built it."""
 
@@ -128,6 +131,8 @@ class AttentionMechanism(nn.Module):
         unknown = set(cls.needs) - set(NEEDS)
         if isinstance(cls.needs, str) or unknown:
             raise TypeError(f"{cls.__name__}.needs must be a tuple of {', '.join(NEEDS)}, got {cls.needs!r}")
+        if "per_head" not in vars(cls):
+            cls.per_head = None  # what derives from another may mix what that one keeps apart
         if "cache" not in vars(cls):
             cls.cache = "keys and values" if cls.uses_query and not cls.one_query_per_key else "whole sequence"
 

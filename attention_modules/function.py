@@ -177,6 +177,7 @@ def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAtten
     members = {
         "function": staticmethod(function),
         "needs": needs,
+        "per_head": getattr(function, "per_head", None),
         "takes": frozenset(FROM_THE_LAYER)
         & (set(FROM_THE_LAYER) if everything else {each.name for each in parameters}),
         "__signature__": inspect.Signature([spec, *options]),

@@ -153,7 +153,8 @@ class SelfAttention(nn.Module):
                 "one sequence alone is x[None]"
             )
         is_causal = is_causal or self.is_causal
-        parts = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        # Of the heads that this process holds: all, but under tensor parallelism.
+        parts = self.qkv(x).unflatten(-1, (2 + self.mechanism.uses_query, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
         *queries, k, v = parts.unbind(0)  # [B, H, N, d]
         k = self.k_norm(k)
         q = self.q_norm(queries[0]) if queries else k

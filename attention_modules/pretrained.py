@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attention_modules.extras import needed_for
 from attention_modules.hosts.base import MARK, PLAN
+from attention_modules.hosts.model.heads import as_held
 from attention_modules.hosts.query import lose_query
 from attention_modules.mechanism import Mechanism, available_mechanisms, mechanism_class, short_name
 from attention_modules.swap import swap_attention
@@ -155,7 +156,7 @@ class _Swap:
                     "that one, or, where there are several, a mapping by their names"
                 )
             try:
-                layer.mechanism.load_state_dict(tensors[name])
+                layer.mechanism.load_state_dict(as_held(tensors[name], layer.mechanism))
             except RuntimeError as error:
                 raise ValueError(f"the folder does not have the tensors of {found} in {name!r}: {error}") from error
             if name in self.lost:

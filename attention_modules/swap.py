@@ -26,6 +26,7 @@ from attention_modules.hosts.base import (
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
 from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
 from attention_modules.hosts.model.dropped import dropped_refusal
+from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
 from attention_modules.hosts.model.replicated import replicated_refusal
 from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
@@ -234,9 +235,13 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
     modules = {layer.name: layer.module for layer, _ in plan}
     owned = owned_parameters(modules)
     shared = any(map(shares_values, modules.values()))
+    made: dict[int, nn.Parameter] = {}
     with _AllOrNothing(model):
         for layer, built in plan:
             layer.host.insert(layer.module, built)
+            if layer.host.spreads_heads and (mesh := mesh_of(layer.module)) is not None:
+                spread(built, mesh, made)
+                layer.module.head_mesh = mesh
         _settle(model, shared or any(map(shares_values, modules.values())))
         new = [place.name for place in made_parameters(modules, owned)]
         _warn_of_adapters(model, new)
@@ -438,6 +443,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         changed = not built.uses_query or _has_parameters(built) or (swapped and _changes_parameters(module))
         _raise_for(layer.name, hook_refusal(module) or replicated if changed else None)
         _raise_for(layer.name, hooked_refusal(module.mechanism) if swapped else None)
+        _raise_for(layer.name, SPREAD if not (sharded or host.spreads_heads) and mesh_of(module) is not None else None)
         _raise_for(layer.name, dropped if built.counts_columns or built.counts_distances else None)
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))

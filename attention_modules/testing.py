@@ -374,6 +374,23 @@ def check_query(subject: Subject, check: str = "query") -> None:
         _require(change == 0, check, f"uses_query is False, but another query changes the output by {change:.3g}")
 
 
+def check_heads(subject: Subject, check: str = "heads") -> None:
+    """Where ``per_head`` says that heads can be computed apart, the last one alone gives what it gives among all."""
+    module, inputs = subject.build(), subject.inputs()
+    if module.per_head is None:
+        return
+    alone, held = copy.deepcopy(module), dict(module.named_parameters())
+    for name in module.per_head:
+        rows = len(held[name]) if name in held else None
+        fits = rows is not None and rows % subject.spec.num_heads == 0
+        _require(fits, check, f"per_head names {name!r}, whose rows are no multiple of the heads ({rows})")
+        owner, _, tensor = name.rpartition(".")
+        own = held[name].detach().chunk(subject.spec.num_heads)[-1]
+        alone.get_submodule(owner)._parameters[tensor] = nn.Parameter(own)
+    last = {name: x if name == "x" else x[:, -1:] for name, x in inputs.items()}
+    _require_close(alone(**last), module(**inputs)[:, -1:], check, "per_head is given, but a head alone and among all")
+
+
 def check_parameters(subject: Subject, check: str = "parameters") -> None:
     """Every trainable parameter gets a gradient: an idle one stops DistributedDataParallel."""
     module, inputs = subject.build(), subject.inputs()
@@ -438,6 +455,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "dropout": check_dropout,
     "scale": check_scale,
     "query": check_query,
+    "heads": check_heads,
     "parameters": check_parameters,
     "copies": check_copies,
     "compile": check_compile,

@@ -34,7 +34,7 @@ from lightning_tasks.training.optimization import (
     scheduler_spec,
     step_timm,
 )
-from lightning_tasks.training.sharding import shard_blocks
+from lightning_tasks.training.sharding import shard
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -146,13 +146,14 @@ class BaseTask(LightningModule):
     def configure_model(self) -> None:
         """Build ``self.model`` once; Lightning calls this before a run and when it loads a checkpoint.
 
-        Under ``ModelParallelStrategy`` (``strategy/fsdp2``) callbacks swap attention now, and the blocks are sharded.
+        Under ``ModelParallelStrategy`` (``strategy/fsdp2``) callbacks swap attention now, and the blocks are sharded;
+        with ``tensor_parallel_size`` above 1 the heads are.
         """
         if self.model is None:
             self.model = self.build_model()
             if self._device_mesh is not None:
                 swap_now(self)
-                shard_blocks(self.model, self._device_mesh["data_parallel"])
+                shard(self.model, self._device_mesh)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states, so that a resumed run draws the dropout that the uninterrupted one would have."""

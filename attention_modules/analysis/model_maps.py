@@ -21,6 +21,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, describe
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.discovery import select, survey
+from attention_modules.hosts.model.heads import refuse_spread
 from attention_modules.hosts.sdpa.layer import SDPAHost
 from attention_modules.hosts.sdpa.record import Record, arguments, knowing, record_of
 from attention_modules.mechanisms.shared.acting import ActingMap
@@ -242,8 +243,9 @@ def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iter
     """Have the layers of these names give their maps, in evaluation and without compiled code."""
     training = [(module, module.training) for module in model.modules()]
     found = survey(model)
-    wanted = [layer for layer in found.layers if layer.name in names]
-    plain = [layer.name for layer in wanted if describe(found, layer).mechanism is None]
+    wanted = [describe(found, layer) for layer in found.layers if layer.name in names]
+    refuse_spread(wanted)
+    plain = [layer.name for layer in wanted if layer.mechanism is None]
     with ExitStack() as back:
         if plain:
             make_observable(model, plain)

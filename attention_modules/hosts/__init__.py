@@ -9,6 +9,7 @@ from torch import nn
 
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Host
 from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, only_cross, select, survey
+from attention_modules.hosts.model.heads import refuse_spread
 from attention_modules.hosts.sdpa.record import knowing, own_record
 from attention_modules.hosts.table import known_hosts
 
@@ -56,7 +57,8 @@ def _described(
     selves = [layer for layer in chosen if not layer.cross]
     if not selves:
         raise AttentionSwapError(only_cross(chosen, where))
-    described = (describe(found, layer) for layer in selves)
+    described = [describe(found, layer) for layer in selves]
+    refuse_spread(described)
     return [replace(layer, host=layer.host.bound(layer.module)) for layer in described]
 
 

@@ -33,6 +33,8 @@ class Swapped(nn.Module):
     mechanism: AttentionMechanism
     dropped_query: tuple[QueryPart, ...]
     link: Link | None = None
+    head_mesh: Any = None
+    """The processes over which its heads are spread (tensor parallelism), if so."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **given: Any) -> Tensor:
         """The mechanism's output, with what it needs beside q, k and v.
@@ -128,6 +130,8 @@ class Host(ABC):
 
     name: ClassVar[str]
     mixin: ClassVar[type[Swapped]]
+    spreads_heads: ClassVar[bool] = False
+    """Whether its layers, as they are when swapped, may hold some of their heads only (tensor parallelism)."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -239,7 +243,7 @@ class Host(ABC):
         """Make a swapped layer plain again."""
         self._restore_query(layer)
         del layer.dropped_query
-        for own in ("link", "__module__"):
+        for own in ("link", "head_mesh", "__module__"):
             layer.__dict__.pop(own, None)
         self._take_mechanism(layer)
         _set_class(layer, layer.plain_class)

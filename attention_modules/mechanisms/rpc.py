@@ -185,6 +185,7 @@ class RPCAttention(AttentionMechanism):
     """
 
     uses_query = False
+    per_head = ()
 
     def __init__(
         self,

@@ -138,6 +138,7 @@ class ScaledAttention(TensorMechanism):
         super().__init__(spec)
         self.variant = variant
         self.counts_columns = variant == "matrix"
+        self.per_head = ("s",) if variant == "matrix" else ()
         self.s = nn.Parameter(torch.zeros(shape))
 
     def extra_repr(self) -> str:

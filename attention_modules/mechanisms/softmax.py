@@ -63,6 +63,7 @@ class SoftmaxAttention(AttentionMechanism):
 
     gives_weights: ClassVar[bool] = True
     softmax_like = True
+    per_head = ()
 
     def forward(
         self,

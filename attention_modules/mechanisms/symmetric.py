@@ -108,6 +108,7 @@ class SymmetricAttention(AttentionMechanism):
 
     uses_query = False
     cache = "keys and values"
+    per_head = ()
 
     def forward(
         self,

@@ -64,3 +64,4 @@ class UniformAttention(TensorMechanism):
 
     function = staticmethod(uniform_attention)
     own_logits: ClassVar = "it looks at no query or key"
+    per_head = ()

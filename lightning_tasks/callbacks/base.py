@@ -83,7 +83,7 @@ def is_strategy(trainer: pl.Trainer, *names: str) -> bool:
 
 
 def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
-    """Refuse FSDP1 and DeepSpeed by name; ``what`` says who cannot do what, as ``"LocAteR cannot add to gradients"``.
+    """Refuse FSDP1, DeepSpeed and tensor parallelism by name; ``what`` is as ``"LocAteR cannot add to gradients"``.
 
     Raises:
         ValueError: under one of them, with the strategy to use.
@@ -91,6 +91,13 @@ def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
     for name, cure in _CURES.items():
         if is_strategy(trainer, name):
             raise ValueError(f"{what} here: {cure}")
+    mesh = getattr(trainer.strategy, "_device_mesh", None)
+    processes = 1 if mesh is None else mesh["tensor_parallel"].size()
+    if processes > 1:
+        raise ValueError(
+            f"{what} here: with tensor_parallel_size={processes} a process has some heads only; set it to 1 (FSDP2), "
+            "or use DDP"
+        )
 
 
 def unfreezes_later(trainer: pl.Trainer) -> bool:

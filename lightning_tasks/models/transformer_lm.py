@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,9 @@ class TransformerLM(nn.Module):
     Raises:
         ValueError: for a size below 1, heads that do not divide the width, an unknown choice or layer index.
     """
+
+    tensor_parallel: ClassVar = {"layers.*.attn": "heads", "layers.*.mlp.0": "columns", "layers.*.mlp.2": "rows"}
+    """Which of its modules several processes share, and by what (``training/tensor_parallel.py``)."""
 
     def __init__(
         self,

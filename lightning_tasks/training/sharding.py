@@ -1,4 +1,4 @@
-"""Sharding a network over processes by FSDP2, block by block."""
+"""Sharding a network over processes by FSDP2, block by block, or by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,6 +8,29 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from attention_modules.hosts import AttentionSwapError, attention_layers
+from lightning_tasks.training.tensor_parallel import spread_heads
+
+
+def shard(model: nn.Module, mesh: Any) -> None:
+    """Shard a network over the device mesh of ``ModelParallelStrategy``: its heads, or its blocks.
+
+    Args:
+        model: the network.
+        mesh: with the dimensions ``data_parallel`` and ``tensor_parallel``.
+
+    Raises:
+        ValueError: if both have several processes, or the network cannot be sharded so.
+    """
+    replicas, processes = mesh["data_parallel"].size(), mesh["tensor_parallel"].size()
+    if processes == 1:
+        shard_blocks(model, mesh["data_parallel"])
+        return
+    if replicas > 1:
+        raise ValueError(
+            f"data_parallel_size={replicas} and tensor_parallel_size={processes} of ModelParallelStrategy would spread "
+            "each weight twice: set one of them to 1"
+        )
+    spread_heads(model, mesh["tensor_parallel"])
 
 
 def shard_blocks(model: nn.Module, mesh: Any) -> None:

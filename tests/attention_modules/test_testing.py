@@ -157,6 +157,24 @@ class ForgetsTheQuery(Broken):
         return k, k, v
 
 
+class MixesHeads(Broken):
+    per_head = ()
+
+    def after(self, out, q, k, v):
+        return out - out.mean(1, keepdim=True)
+
+
+class SplitsWhatIsShared(Broken):
+    per_head = ("gain",)
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.gain = nn.Parameter(torch.zeros(spec.head_dim))
+
+    def after(self, out, q, k, v):
+        return out * self.gain.sum()
+
+
 class HasAnIdleParameter(Broken):
     def __init__(self, spec):
         super().__init__(spec)
@@ -203,6 +221,7 @@ FAULTS = {
     "dropout": [ForgetsDropout],
     "scale": [ForgetsScale, HasAnotherDefaultScale],
     "query": [ReadsADroppedQuery, ForgetsTheQuery],
+    "heads": [MixesHeads, SplitsWhatIsShared],
     "parameters": [HasAnIdleParameter],
     "copies": [KeepsStateOutside],
     "compile": [DiffersCompiled, DiffersCompiledBackward],

@@ -43,6 +43,7 @@ from attention_modules.hosts.huggingface.saving import attach_saving
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
 from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.model.heads import fan_out, held_here, mesh_of, spread_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
@@ -64,10 +65,15 @@ class SwappedHuggingFace(Swapped):
         if not self.mechanism.uses_query:
             self._check_own_sequence(args, kwargs)
         if "x" in self.mechanism.needs:
-            kwargs[INPUT] = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
+            x = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
+            several = self.head_mesh is not None
+            kwargs[INPUT] = fan_out(x, self.head_mesh) if several and isinstance(x, Tensor) else x
         if self.mechanism.cache != "whole sequence" and (not self.mechanism.uses_query or self.mechanism.remembers):
             kwargs |= self._cache(args, kwargs)
-        return super().forward(*args, **kwargs)
+        if self.head_mesh is None:
+            return super().forward(*args, **kwargs)
+        with held_here(self.mechanism):
+            return super().forward(*args, **kwargs)
 
     def hides_the_future(self, asked: bool | None) -> bool:
         """Whether a call without a mask is causal, as the layer's own attention function would have it."""
@@ -159,6 +165,7 @@ class HuggingFaceHost(Host):
 
     name = "Hugging Face"
     mixin = SwappedHuggingFace
+    spreads_heads = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         return calls_interface(kind) or any(base.__module__.startswith("transformers.models.") for base in kind.__mro__)
@@ -257,7 +264,7 @@ class HuggingFaceHost(Host):
         several = "it attends several times in a call, to other values each time" if call.times > 1 else None
         return Limits(
             self._every(layer),
-            lambda mechanism: _bounded(layer, mechanism),
+            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism),
             without_rows=rows,
             with_input=unread,
             without_query=self._query(layer, super().limits(layer).without_query),
@@ -273,12 +280,22 @@ class HuggingFaceHost(Host):
                 f"its model uses {implementation!r}, whose masks a mechanism cannot read: call "
                 'model.set_attn_implementation("sdpa") first'
             )
+        if separate(layer) is None and mesh_of(layer) is not None:
+            return (
+                "its weights are spread over processes (tensor parallelism), and only those of separate projections to "
+                "queries, keys and values are known to be so by heads: load it without tp_plan, and take DDP or FSDP2"
+            )
         function = _call_of(layer).function(implementation)
         if function is not None and not _is_softmax(function):
             return f"{function.__module__}.{function.__name__}, which it calls, is no softmax attention"
         return None
 
     def _query(self, layer: Any, grouped: str | None) -> str | None:
+        if mesh_of(layer) is not None:
+            return (
+                "its query projection is spread over processes (tensor parallelism), and is not taken out there; use a "
+                "mechanism with a query, or load the model without tp_plan, and take DDP or FSDP2"
+            )
         norm = _norm(layer, "q")
         if norm is not None:
             return f"it normalizes queries ({norm}), whose weights would train nothing; use a mechanism with a query"
@@ -351,6 +368,14 @@ def _bounded(layer: Any, mechanism: AttentionMechanism) -> str | None:
         f"{type(mechanism).__name__} cannot honor: choose a mechanism that is like softmax (softmax, sink, gated, "
         "entmax, hard)"
     )
+
+
+def _spread(layer: Any, mechanism: AttentionMechanism) -> str | None:
+    """Why a mechanism has no place among heads that are spread over processes, if so."""
+    mesh, sizes = mesh_of(layer), heads_of(layer)
+    if mesh is None or sizes is None:
+        return None
+    return spread_refusal(mechanism, sizes[0], sizes[0] // groups_of(layer), mesh)
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

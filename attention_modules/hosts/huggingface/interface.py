@@ -158,8 +158,8 @@ def _check_whole(mechanism: Any, query: Tensor, key: Tensor) -> None:
 
 def _check_shapes(module: Any, query: Tensor, key: Tensor) -> None:
     """Refuse other heads than the mechanism was told of."""
-    spec = module.mechanism.spec
-    told, found = (spec.num_heads, spec.head_dim), (query.shape[1], query.shape[3])
+    spec, processes = module.mechanism.spec, 1 if module.head_mesh is None else module.head_mesh.size()
+    told, found = (spec.num_heads // processes, spec.head_dim), (query.shape[1], query.shape[3])
     if told != found or query.shape[1] % key.shape[1] or key.shape[3] != query.shape[3]:
         raise RuntimeError(
             f"{type(module).__name__} gives the attention interface {found[0]} heads of width {found[1]} "

@@ -159,7 +159,8 @@ def _in_plain_layout(state: dict[str, Tensor], model: nn.Module) -> dict[str, Te
                 raise ValueError(
                     f"state_dict has no {names[0]!r}, which is of the swapped layer {name!r}: give all tensors"
                 )
-            state[names[0]] = state.pop(found).detach().clone()  # as mechanisms may share a Parameter
+            # A copy, as mechanisms may share a Parameter; where it stood, as processes gather spread ones in order.
+            state[names[0]] = (state[found] if found == names[0] else state.pop(found)).detach().clone()
         for part in layer.dropped_query:
             rows = part.rows_in(layer) if part.filled(layer) else None
             there = next((each for each in (part.key(f"{name}."), part.key(f"{wrapped}.")) if each in state), None)

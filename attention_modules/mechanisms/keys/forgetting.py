@@ -105,6 +105,7 @@ class ForgettingAttention(AttentionMechanism):
     one_query_per_key = True
     cache = "keys and values"
     remembers = True
+    per_head = ("gate.weight", "gate.bias")
     neutral: ClassVar = {"bias": 30.0, "std": 0.0}
 
     def __init__(self, spec: AttentionSpec, bias: float = 0.0, std: float = 0.02) -> None:

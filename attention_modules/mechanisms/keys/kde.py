@@ -66,4 +66,5 @@ class KDEAttention(TensorMechanism):
     """:func:`kde_attention` as a mechanism, without parameters."""
 
     function = staticmethod(kde_attention)
+    per_head = ()
     own_logits: ClassVar = "they are squared distances of queries and normalized keys"

@@ -74,6 +74,7 @@ class L2Attention(AttentionMechanism):
     """
 
     own_logits: ClassVar = "they are squared distances of queries and keys"
+    per_head = ()
 
     def __init__(self, spec: AttentionSpec, shared: bool = False) -> None:
         super().__init__(spec)

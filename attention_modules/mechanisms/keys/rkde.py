@@ -139,6 +139,7 @@ class RobustKDEAttention(AttentionMechanism):
 
     one_query_per_key = True
     row_masks = False
+    per_head = ()
     own_logits: ClassVar = "they are squared distances of queries and normalized keys"
 
     def __init__(self, spec: AttentionSpec, loss: Loss = "huber", a: float = 0.2) -> None:

@@ -78,6 +78,7 @@ class SinkAttention(TensorMechanism):
     function = staticmethod(sink_attention)
     neutral: ClassVar = {"start": -30.0, "std": 0.0}
     softmax_like = True
+    per_head = ("sink",)
 
     def __init__(self, spec: AttentionSpec, start: float = 0.0, std: float = 0.0, learned: bool = True) -> None:
         super().__init__(spec)

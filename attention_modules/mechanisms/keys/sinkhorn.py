@@ -135,6 +135,7 @@ class SinkhornAttention(AttentionMechanism):
 
     one_query_per_key = True
     row_masks = False
+    per_head = ()
     neutral: ClassVar = {"iterations": 1}
 
     def __init__(self, spec: AttentionSpec, iterations: int = 3, detach: bool = True) -> None:

@@ -106,6 +106,7 @@ class EllipticalAttention(TensorMechanism):
     function = staticmethod(elliptical_attention)
     needs = ("previous_value",)
     surrogate_gradient = True
+    per_head = ()
 
     def __init__(self, spec: AttentionSpec) -> None:
         if spec.value_dim not in (None, spec.head_dim):

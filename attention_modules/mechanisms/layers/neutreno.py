@@ -74,6 +74,7 @@ class NeutrenoAttention(TensorMechanism):
 
     function = staticmethod(neutreno_attention)
     one_query_per_key = True
+    per_head = ()
     needs = ("first_value",)
     neutral: ClassVar = {"alpha": 0.0}
 

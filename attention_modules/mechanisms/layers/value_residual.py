@@ -72,6 +72,7 @@ class ValueResidualAttention(TensorMechanism):
 
     function = staticmethod(value_residual_attention)
     needs = ("first_value",)
+    per_head = ()
     neutral: ClassVar = {"weight": 0.0}
 
     def __init__(self, spec: AttentionSpec, weight: float = 0.5) -> None:

@@ -182,6 +182,7 @@ class EntmaxAttention(TensorMechanism):
     function = staticmethod(entmax_attention)
     neutral: ClassVar = {"alpha": 1.0}
     softmax_like = True
+    per_head = ()
 
     def __init__(self, spec: AttentionSpec, alpha: float = 1.5) -> None:
         super().__init__(spec)

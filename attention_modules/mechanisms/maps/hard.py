@@ -70,3 +70,4 @@ class HardAttention(TensorMechanism):
     function = staticmethod(hard_attention)
     surrogate_gradient = True
     softmax_like = True
+    per_head = ()

@@ -88,6 +88,7 @@ class PositionBiasAttention(TensorMechanism):
     function = staticmethod(position_bias_attention)
     one_query_per_key = True
     counts_columns = True
+    per_head = ("position_bias",)
     own_logits: ClassVar = "it adds a learned bias"
     neutral: ClassVar = {}
 

@@ -99,6 +99,7 @@ class SigmoidAttention(TensorMechanism):
     """
 
     function = staticmethod(sigmoid_attention)
+    per_head = ()
 
     def __init__(self, spec: AttentionSpec, bias: float | None = None) -> None:
         super().__init__(spec)

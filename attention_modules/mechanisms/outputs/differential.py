@@ -126,6 +126,7 @@ class DifferentialAttention(AttentionMechanism):
         super().__init__(spec)
         self.pairs = check_choice("pairs", pairs, get_args(Pairs))
         self.before_rotation = pairs == "features"
+        self.per_head = () if pairs == "features" else None
         count = spec.head_dim if pairs == "features" else spec.num_heads
         if count % 2:
             raise ValueError(f"pairs={pairs!r} needs an even number of them, and this layer has {count}")

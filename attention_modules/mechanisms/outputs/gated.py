@@ -81,6 +81,7 @@ class GatedAttention(TensorMechanism):
     function = staticmethod(gated_attention)
     needs = ("x",)
     softmax_like = True
+    per_head = ("gate.weight", "gate.bias")
     neutral: ClassVar = {"bias": 30.0, "std": 0.0}
 
     def __init__(self, spec: AttentionSpec, gate: Gate = "head", bias: float = 0.0, std: float = 0.02) -> None:
@@ -96,7 +97,7 @@ class GatedAttention(TensorMechanism):
 
     def tensors(self, k: Tensor, x: Tensor | None = None) -> tuple[Any, ...]:
         gate = self.gate(self.needed("x", x))
-        return (gate.unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2),)
+        return (gate.unflatten(-1, (k.shape[1], -1)).transpose(1, 2),)
 
     def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
         """With a gate per element that of softmax, whose output the gate multiplies; else rows sum to the gate."""

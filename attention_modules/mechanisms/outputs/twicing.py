@@ -63,3 +63,4 @@ class TwicingAttention(TensorMechanism):
 
     function = staticmethod(twicing_attention)
     one_query_per_key = True
+    per_head = ()

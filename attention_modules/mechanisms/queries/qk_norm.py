@@ -80,6 +80,7 @@ class QKNormAttention(TensorMechanism):
     """
 
     function = staticmethod(qk_norm_attention)
+    per_head = ()
     own_logits: ClassVar = "it normalizes queries and keys"
 
     def __init__(self, spec: AttentionSpec, gain: Gain = "vector", eps: float = 1e-6) -> None:

@@ -80,6 +80,7 @@ class SelectiveAttention(TensorMechanism):
     """
 
     function = staticmethod(ssa_attention)
+    per_head = ("beta",)
     neutral: ClassVar = {"start": 6.0}
     own_logits: ClassVar = "it multiplies them by a learned temperature"
 

@@ -75,6 +75,7 @@ class SSMaxAttention(TensorMechanism):
     """
 
     function = staticmethod(ssmax_attention)
+    per_head = ("s",)
     own_logits: ClassVar = "it multiplies them by a learned temperature"
 
     def __init__(self, spec: AttentionSpec, start: float = 0.43) -> None:
