@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -396,7 +397,7 @@ def _build(
         mechanism_class(mechanism)  # an unknown name is no fault of a layer
     layers = [describe(found, layer) for layer in chosen]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+    with torch.random.fork_rng(devices=sorted(device.index for device in devices)), _initialized(model):
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
@@ -404,6 +405,12 @@ def _build(
     if found.networks[1:]:
         equalize_copies(found, plan)
     return plan
+
+
+def _initialized(model: nn.Module) -> AbstractContextManager[object]:
+    """Without modes in which functions of torch.nn.init do nothing, as Lightning's ``init_module(empty_init=True)``."""
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    return nullcontext() if empty else torch._C.DisableTorchFunction()
 
 
 def _refuse_shared(found: Survey, plan: Plan) -> None:

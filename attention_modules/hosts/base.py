@@ -373,6 +373,8 @@ def query_return_refusal(layer: Any) -> str | None:
                 "what such a model saved"
             )
         rest = owner._parameters.get(part.tensor)
+        if rest is not None and (codes := quantized(owner, part.tensor)):
+            return f"its projection {key!r} takes no rows: {codes}"
         if rest is None and part.full > part.size:
             return (
                 f"its projection {key!r} is no Parameter any more, but computed at each call (pruning, weight_norm or "

@@ -25,6 +25,7 @@ from attention_modules.hosts.base import Host, Swapped, has_other_forward, plain
 from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
+from attention_modules.hosts.huggingface.initial import attach_initial
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
 from attention_modules.hosts.huggingface.positions import watch_positions
 from attention_modules.hosts.huggingface.projections import (
@@ -305,6 +306,7 @@ class HuggingFaceHost(Host):
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
         attach_batching(model)
+        attach_initial(model)
         watch_positions(model)
         warn_of_cache(model, SwappedHuggingFace)
 

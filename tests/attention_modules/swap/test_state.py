@@ -203,3 +203,17 @@ def test_a_mechanism_is_no_float8_where_weights_are_kept_so() -> None:
     model = Block().to(torch.float8_e4m3fn)  # as diffusers' layerwise casting keeps them
     swap_attention(model, "sink")
     assert model.attn.mechanism.sink.dtype == torch.float32
+
+
+def test_a_mechanism_is_made_where_the_model_around_it_is_not() -> None:
+    from lightning.fabric.utilities.init import _EmptyInit
+
+    expected = Block()
+    torch.manual_seed(1)
+    swap_attention(expected, "gated")
+    with _EmptyInit():  # Trainer.init_module(empty_init=True): a checkpoint is to fill the model
+        model = Block()
+        torch.manual_seed(1)
+        swap_attention(model, "gated")
+    assert torch.equal(model.attn.mechanism.gate.weight, expected.attn.mechanism.gate.weight)
+    assert torch.equal(model.attn.mechanism.gate.bias, expected.attn.mechanism.gate.bias)
