@@ -243,9 +243,9 @@ What else to know:
 - `save_pretrained` of other libraries (diffusers, segmentation-models-pytorch, huggingface_hub's mixin) writes weights
   alone and warns: build the model, swap it, and give `load_state_dict()` the file. The trainer of sentence-transformers
   reads its folders by plain classes: best model and resume are errors where a mechanism has Parameters.
-- Limits. A static cache (`convert_and_export_with_cache`) cannot be exported with `symmetric` and `forgetting`: an error
-  of `torch.export`. FSDP2's broadcast of a plain checkpoint (`broadcast_from_rank0=True`) into a model without a query is
-  an error of sizes; without broadcast it loads. `value_residual` needs the model's own forward: timm's
+- Limits. A static cache (`convert_and_export_with_cache`) cannot be exported with `symmetric` and `forgetting`: an
+  error of `torch.export`. FSDP2's broadcast of a plain checkpoint (`broadcast_from_rank0=True`) into a model without a
+  query is an error of sizes; without broadcast it loads. `value_residual` needs the model's own forward: timm's
   `forward_intermediates` and `get_intermediate_layers`, called on the model itself, raise.
 - torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
   name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
