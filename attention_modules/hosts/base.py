@@ -79,8 +79,8 @@ class Swapped(nn.Module):
             given = {*state_dict}
             self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
             kept = [key for key in state_dict if key not in given]
-            if not self.emptied and self._has_changed():
-                self._leave_out(kept, state_dict)
+            if kept and not self.emptied and self._has_changed():
+                self._warn_of_a_mixture()
             elif kept:
                 self.note_as_made(copies=1)  # onto themselves
             self.emptied = False
@@ -100,17 +100,14 @@ class Swapped(nn.Module):
         made: Mapping[str, int] = self.__dict__.get("made_at", {})
         return any(version > made.get(name, version) for name, version in self._versions().items())
 
-    def _leave_out(self, kept: Sequence[str], state: dict[str, Tensor]) -> None:
-        """Let plain weights be no half of a mixture with what the mechanism learned: strictly, its keys are missing."""
-        for key in kept:
-            del state[key]
-        if kept:
-            warnings.warn(
-                "a state dict of plain attention (or of a folder that a plain class read) has nothing for the "
-                f"{type(self.mechanism).__name__}, which has changed since the swap and keeps its values: load a state "
-                "dict of the swapped model, or swap anew",
-                stacklevel=8,
-            )
+    def _warn_of_a_mixture(self) -> None:
+        """Say that plain weights come to what the mechanism learned with others."""
+        warnings.warn(
+            "a state dict of plain attention (or of a folder that a plain class read) has nothing for the "
+            f"{type(self.mechanism).__name__}, which has changed since the swap and keeps its values: load a state "
+            "dict of the swapped model, or swap anew",
+            stacklevel=8,
+        )
 
     def _is_there(self, state: dict[str, Tensor], prefix: str) -> bool:
         """Whether ``state`` has all weights of the layer itself, and is no part of a checkpoint without this layer."""

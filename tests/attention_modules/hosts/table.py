@@ -238,11 +238,12 @@ What else to know:
   torchvision say how many tokens they have positions for: a call with fewer (lightly's `idx_keep`, another image size)
   is an error.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
-- A state dict of plain attention loads into a mechanism that is as it was made, and after `to_empty` makes it new. Over
-  one that has changed since, its keys are missing: `strict=True` is an error, and a warning says why.
+- A state dict of plain attention leaves a mechanism as it is, and after `to_empty` makes it new. A warning tells of one
+  that has changed since the swap.
 - `save_pretrained` of other libraries (diffusers, segmentation-models-pytorch, huggingface_hub's mixin) writes weights
   alone and warns: build the model, swap it, and give `load_state_dict()` the file. The trainer of sentence-transformers
-  reads its folders by plain classes: best model and resume are errors where a mechanism has Parameters.
+  reads its folders by plain classes: best model and resume keep the Parameters of mechanisms that are there, with that
+  warning.
 - Limits. A static cache (`convert_and_export_with_cache`) cannot be exported with `symmetric` and `forgetting`: an
   error of `torch.export`. FSDP2's broadcast of a plain checkpoint (`broadcast_from_rank0=True`) into a model without a
   query is an error of sizes; without broadcast it loads. `value_residual` needs the model's own forward: timm's

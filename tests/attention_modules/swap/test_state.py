@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -149,26 +151,20 @@ def test_a_model_swapped_in_inference_mode_trains(mechanism: str) -> None:
     model(torch.randn(2, 5, 8)).sum().backward()
 
 
-def test_plain_weights_are_no_half_of_what_was_trained() -> None:
+def test_plain_weights_beside_what_was_trained_are_told_of() -> None:
     model, plain = Block(), Block().state_dict()
     swap_attention(model, Noisy)
     for _ in range(2):
-        model.load_state_dict(plain)  # the mechanism is as it was made
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(plain)  # the mechanism is as it was made
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (model(torch.randn(1, 3, DIM)).sum() + model.attn.mechanism.noise.sum()).backward()
     optimizer.step()
     trained = {name: value.clone() for name, value in model.state_dict().items()}
     for _ in range(2):
-        with (
-            pytest.warns(UserWarning, match="has nothing for the Noisy, which has changed since the swap"),
-            pytest.raises(RuntimeError, match=r"Missing key.*attn\.mechanism\.noise"),
-        ):
+        with pytest.warns(UserWarning, match="has nothing for the Noisy, which has changed since the swap"):
             model.load_state_dict(plain)
-    with pytest.warns(UserWarning, match="has nothing for the Noisy"):
-        assert model.load_state_dict(plain, strict=False).missing_keys == [
-            "attn.mechanism.noise",
-            "attn.mechanism.count",
-        ]
     assert torch.equal(model.attn.mechanism.noise, trained["attn.mechanism.noise"])
     model.load_state_dict(trained)
     swap_attention(model, Noisy)
@@ -190,7 +186,7 @@ def test_plain_weights_make_an_emptied_mechanism_new(mechanism: str) -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(model(x), expected(x))
     nn.init.constant_(next(model.attn.mechanism.parameters()), 3.0)
-    with pytest.warns(UserWarning, match="has changed since the swap"), pytest.raises(RuntimeError, match="Missing"):
+    with pytest.warns(UserWarning, match="has changed since the swap"):
         model.load_state_dict(plain)
     model.to_empty(device="cpu")
     model.attn.mechanism.reset_parameters()
