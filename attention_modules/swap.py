@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from attention_modules.hosts.base import (
     AttentionSwapError,
     Swapped,
     acting_mechanism,
+    forward_refusal,
+    has_other_forward,
     hook_refusal,
     plain_type,
     query_return_refusal,
@@ -28,6 +31,7 @@ from attention_modules.hosts.model.connected import check_connections, connect_l
 from attention_modules.hosts.model.dropped import dropped_refusal
 from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
 from attention_modules.hosts.model.replicated import replicated_refusal
+from attention_modules.hosts.model.saved import tell_when_saved
 from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart, hooked_refusal
@@ -35,7 +39,7 @@ from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sdpa.record import Record, knowing, known, own_record, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
-from attention_modules.hosts.weights import wrapped_by_peft
+from attention_modules.hosts.weights import READABLE, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism, mechanism_class
 
 __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention", "swapped"]
@@ -194,15 +198,16 @@ def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
 def make_plain(model: nn.Module, names: Sequence[str]) -> None:
     """Undo :func:`make_observable` for these layers, whatever the model was wrapped into since.
 
-    A layer that itself became another class meanwhile (sharded alone) keeps its softmax: it would lose that class with
-    it.
+    A layer that itself became another class meanwhile (sharded alone), or got another forward, keeps its softmax: it
+    would lose that class with it.
     """
     layers = [layer for layer in survey(model).layers if layer.name in names]
     _restore(model, [layer for layer in layers if _only_swapped(layer.module)])
 
 
 def _only_swapped(layer: nn.Module) -> bool:
-    return isinstance(layer, Swapped) and plain_type(layer) is swapped_class(layer.host, layer.plain_class)
+    own = isinstance(layer, Swapped) and plain_type(layer) is swapped_class(layer.host, layer.plain_class)
+    return own and not has_other_forward(layer)
 
 
 @dataclass(frozen=True)
@@ -236,13 +241,18 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
     owned = owned_parameters(modules)
     shared = any(map(shares_values, modules.values()))
     made: dict[int, nn.Parameter] = {}
+    fixed = [_fixed_tokens(layer, built) for layer, built in plan]
     with _AllOrNothing(model):
-        for layer, built in plan:
+        for (layer, built), tokens in zip(plan, fixed, strict=True):
             layer.host.insert(layer.module, built)
             if layer.host.spreads_heads and (mesh := mesh_of(layer.module)) is not None:
                 spread(built, mesh, made)
                 layer.module.head_mesh = mesh
+            layer.module.__dict__["fixed_tokens"] = tokens
         _settle(model, shared or any(map(shares_values, modules.values())))
+        swapped_layer: Any
+        for swapped_layer in modules.values():
+            swapped_layer.note_as_made()
         new = [place.name for place in made_parameters(modules, owned)]
         _warn_of_adapters(model, new)
     remember_made(modules, owned)
@@ -321,8 +331,16 @@ def restore_attention(model: nn.Module) -> list[str]:
             _raise_for(layer.name, sharded_refusal(layer.module, None))
         changed = _changes_parameters(layer.module)
         _raise_for(layer.name, (hook_refusal(layer.module) if changed else None) or query_return_refusal(layer.module))
+        _raise_for(layer.name, forward_refusal(layer.module))
     _restore(model, swapped)
     return [layer.name for layer in swapped]
+
+
+def _fixed_tokens(layer: AttentionLayer, built: AttentionMechanism) -> int | None:
+    """How many tokens a layer always has, where the model around it says so and the mechanism counts columns."""
+    counts = built.counts_columns or built.counts_distances
+    of_model = layer.host.fixes_length and layer.host.spec(layer.module, None).num_tokens is None
+    return layer.spec.num_tokens if counts and of_model else None
 
 
 def _restore(model: nn.Module, swapped: Sequence[Found]) -> None:
@@ -384,7 +402,7 @@ def _build(
         mechanism_class(mechanism)  # an unknown name is no fault of a layer
     layers = [describe(found, layer) for layer in chosen]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(device.index for device in devices)):
+    with torch.random.fork_rng(devices=sorted(device.index for device in devices)), _initialized(model):
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
@@ -392,6 +410,12 @@ def _build(
     if found.networks[1:]:
         equalize_copies(found, plan)
     return plan
+
+
+def _initialized(model: nn.Module) -> AbstractContextManager[object]:
+    """Without modes in which functions of torch.nn.init do nothing, as Lightning's ``init_module(empty_init=True)``."""
+    empty = any(parameter.is_meta for parameter in model.parameters())
+    return nullcontext() if empty else torch._C.DisableTorchFunction()
 
 
 def _refuse_shared(found: Survey, plan: Plan) -> None:
@@ -422,10 +446,10 @@ def _build_one(layer: AttentionLayer, mechanism: Mechanism, options: dict[str, o
 
 
 def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
-    """The mechanism on the layer's device, in its dtype and train flag."""
+    """The mechanism on the layer's device, in its dtype and train flag; float8 is no dtype to compute in."""
     tensor = next((tensor for tensor in layer.parameters() if tensor.is_floating_point()), None)
     if tensor is not None:
-        built = built.to(tensor.device, tensor.dtype)
+        built = built.to(tensor.device, tensor.dtype if tensor.dtype in READABLE else None)
     return built.train(layer.training)
 
 
@@ -497,6 +521,7 @@ def _settle(model: nn.Module, shared: bool) -> None:
     """Bring the model in line with its layers; ``shared``: some read the values of others, or did so before."""
     for host in loaded_hosts():
         host.settle(model)
+    tell_when_saved(model)
     if shared:
         connect_layers(model)
 

@@ -26,7 +26,7 @@ class SwappedSelf(Swapped):
         given = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
         if given == set(own.state_dict()) and given != set(self.mechanism.state_dict()):
             own.load_state_dict({key: state.pop(prefix + key) for key in given})
-            self.mechanism.state_dict(destination=state, prefix=prefix)
+            self.fill_state(state, prefix)
 
 
 class SelfAttentionHost(Host):

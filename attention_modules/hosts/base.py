@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from attention_modules.base import OPAQUE
 from attention_modules.hosts.limits import Limits
-from attention_modules.hosts.query import QueryPart, accept_plain_layout, drop_query, restore_query
+from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
@@ -35,6 +36,10 @@ class Swapped(nn.Module):
     link: Link | None = None
     head_mesh: Any = None
     """The processes over which its heads are spread (tensor parallelism), if so."""
+    fixed_tokens: int | None = None
+    """How many tokens each call has, where the model fixes it and the mechanism counts columns."""
+    emptied = False
+    """Whether ``to_empty`` took the values of the mechanism's Parameters."""
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **given: Any) -> Tensor:
         """The mechanism's output, with what it needs beside q, k and v.
@@ -45,7 +50,16 @@ class Swapped(nn.Module):
             v: values ``[B, H, M, d]``.
             x: what the queries were made of, ``[B, N, C]``.
             **given: of the mechanism's other arguments.
+
+        Raises:
+            RuntimeError: if the mechanism counts columns, and these are not all of the model's positions.
         """
+        if self.fixed_tokens is not None and q.shape[2] != self.fixed_tokens:
+            raise RuntimeError(
+                f"{type(self.mechanism).__name__} counts columns, and the model has positions for {self.fixed_tokens} "
+                f"tokens, of which this layer is given {q.shape[2]}: which ones they are is not known (masked "
+                "autoencoders, dropped patches, another image size); give it all, or choose another mechanism"
+            )
         return self.mechanism(q, k, v, **given, **from_the_layer(self, self.mechanism.needs, x, v))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -54,6 +68,9 @@ class Swapped(nn.Module):
         with torch.no_grad():
             for part in kept:
                 part.change_in(self, fn)
+        if empties(fn):
+            self.note_as_made()
+            self.emptied = True
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
@@ -61,9 +78,38 @@ class Swapped(nn.Module):
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         marked = state_dict.pop(f"{prefix}mechanism.{MARK}", None) is not None  # then its tensors must be there
         if not marked and self._is_there(state_dict, prefix):
+            given = {*state_dict}
             self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+            kept = [key for key in state_dict if key not in given]
+            if kept and not self.emptied and self._has_changed():
+                self._warn_of_a_mixture()
+            elif kept:
+                self.note_as_made(copies=1)  # onto themselves
+            self.emptied = False
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def note_as_made(self, copies: int = 0) -> None:
+        """Note that the mechanism's Parameters are as they were made, once they are copied so many times."""
+        self.__dict__["made_at"] = {name: at + copies for name, at in self._versions().items()}
+
+    def _versions(self) -> dict[str, int]:
+        named = self.mechanism.named_parameters()
+        return {name: parameter._version for name, parameter in named if not parameter.is_inference()}
+
+    def _has_changed(self) -> bool:
+        """Whether the mechanism's Parameters were changed in place since they were made; not known of a copy."""
+        made: Mapping[str, int] = self.__dict__.get("made_at", {})
+        return any(version > made.get(name, version) for name, version in self._versions().items())
+
+    def _warn_of_a_mixture(self) -> None:
+        """Say that plain weights come to what the mechanism learned with others."""
+        warnings.warn(
+            "a state dict of plain attention (or of a folder that a plain class read) has nothing for the "
+            f"{type(self.mechanism).__name__}, which has changed since the swap and keeps its values: load a state "
+            "dict of the swapped model, or swap anew",
+            stacklevel=8,
+        )
 
     def _is_there(self, state: dict[str, Tensor], prefix: str) -> bool:
         """Whether ``state`` has all weights of the layer itself, and is no part of a checkpoint without this layer."""
@@ -71,9 +117,22 @@ class Swapped(nn.Module):
         return all(prefix + name in state for name in own)
 
     def accept_plain_mechanism(self, state: dict[str, Tensor], prefix: str) -> None:
-        """A checkpoint from before the swap has nothing for the mechanism: it keeps its values."""
-        if not any(key.startswith(prefix) for key in state):
-            self.mechanism.state_dict(destination=state, prefix=prefix)
+        """A checkpoint from before the swap has nothing for the mechanism: it keeps its values, or gets new ones."""
+        if any(key.startswith(prefix) for key in state):
+            return
+        self.fill_state(state, prefix)
+
+    def fill_state(self, state: dict[str, Tensor], prefix: str) -> None:
+        """Give a state dict the mechanism's own tensors; new ones where ``to_empty`` took them and nobody made others.
+
+        Raises:
+            RuntimeError: if a callable built the mechanism, whose arguments are not known.
+        """
+        sharded = any(hasattr(each, "full_tensor") for each in self.mechanism.parameters())
+        if self.emptied and not self._has_changed() and not sharded:
+            with torch.random.fork_rng(devices=[]):
+                self.mechanism.reset_parameters()
+        self.mechanism.state_dict(destination=state, prefix=prefix)
 
     def __prepare_scriptable__(self) -> Any:
         """Called by :func:`torch.jit.script`, also of a model that holds the layer.
@@ -119,7 +178,7 @@ def _set_class(layer: nn.Module, cls: type[nn.Module]) -> None:
     if parametrize.is_parametrized(layer):
         over = {name: value for name, value in vars(type(layer)).items() if name not in ("__dict__", "__weakref__")}
         cls = type(f"Parametrized{cls.__name__}", (cls,), over)
-    layer.__class__ = cls
+    become(layer, cls)
 
 
 class Host(ABC):
@@ -132,6 +191,8 @@ class Host(ABC):
     mixin: ClassVar[type[Swapped]]
     spreads_heads: ClassVar[bool] = False
     """Whether its layers, as they are when swapped, may hold some of their heads only (tensor parallelism)."""
+    fixes_length: ClassVar[bool] = False
+    """Whether each call has as many tokens as `num_tokens` says, and never fewer."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -243,7 +304,7 @@ class Host(ABC):
         """Make a swapped layer plain again."""
         self._restore_query(layer)
         del layer.dropped_query
-        for own in ("link", "head_mesh", "__module__"):
+        for own in ("link", "head_mesh", "fixed_tokens", "made_at", "emptied", "__module__"):
             layer.__dict__.pop(own, None)
         self._take_mechanism(layer)
         _set_class(layer, layer.plain_class)
@@ -287,6 +348,8 @@ def plain_linear_refusal(layer: nn.Module, owners: Mapping[str, type[nn.Module]]
             )
         if codes := quantized(owner):
             return f"its projection {path!r} cannot be split: {codes}"
+        if has_other_forward(owner):
+            return f"in its projection {path!r} {_REPLACED}"
     return None
 
 
@@ -296,6 +359,8 @@ def query_return_refusal(layer: Any) -> str | None:
         owner, key = layer.get_submodule(part.owner), part.key("")
         if wrapped_by_peft(owner):
             return f"its projection {part.owner!r} is wrapped by peft: call merge_and_unload() first"
+        if owner is not layer and has_other_forward(owner):
+            return f"in its projection {part.owner!r} {_REPLACED}"
         if parametrize.is_parametrized(owner, part.tensor):
             return (
                 f"its projection {key!r} is computed at each call (a parametrization such as SigmaReparam): remove "
@@ -309,6 +374,8 @@ def query_return_refusal(layer: Any) -> str | None:
                 "what such a model saved"
             )
         rest = owner._parameters.get(part.tensor)
+        if rest is not None and (codes := quantized(owner, part.tensor)):
+            return f"its projection {key!r} takes no rows: {codes}"
         if rest is None and part.full > part.size:
             return (
                 f"its projection {key!r} is no Parameter any more, but computed at each call (pruning, weight_norm or "
@@ -341,6 +408,19 @@ def hook_refusal(layer: nn.Module) -> str | None:
     )
 
 
+_REPLACED = (
+    "the forward was replaced on the object (by hooks of accelerate or diffusers, or by hand), and would stay as it "
+    "is: remove the hooks first"
+)
+
+
+def forward_refusal(layer: nn.Module) -> str | None:
+    """Why a layer cannot change its class, if its forward is not its class's."""
+    if not has_other_forward(layer):
+        return None
+    return f"here {_REPLACED}"
+
+
 def acting_mechanism(found: Any) -> AttentionMechanism | None:
     """The mechanism, or the copy that peft trains in its place (``modules_to_save``); None where it is neither."""
     if type(found).__module__.startswith("peft.") and hasattr(found, "modules_to_save"):
@@ -349,9 +429,19 @@ def acting_mechanism(found: Any) -> AttentionMechanism | None:
     return found if isinstance(found, AttentionMechanism) else None
 
 
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether the object has a forward beside its class's, as with hooks of accelerate and diffusers.
+
+    Once these are removed, the class's own stands there.
+    """
+    found = module.__dict__.get("forward")
+    own = getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is type(module).forward
+    return found is not None and not own
+
+
 def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
-    return getattr(type(module), "forward", None) is forward and "forward" not in module.__dict__
+    return getattr(type(module), "forward", None) is forward and not has_other_forward(module)
 
 
 @dataclass(frozen=True)

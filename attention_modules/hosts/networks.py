@@ -2,8 +2,8 @@
 
 Layers are counted within a network. Two parts of a model are networks of their own where they are *twins*, whose
 stacks of layers have Parameters of equal names and shapes. So are a frozen part that is called a teacher beside one
-that trains, and parts that each embed an input of their own, as the towers of CLIP do. What runs in series is one
-network: an encoder and its decoder, a backbone and its head, numbered stages.
+that trains, and parts that each embed an input of their own, as the towers of CLIP do, or are called as those are. What
+runs in series is one network: an encoder and its decoder, a backbone and its head, numbered stages.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attention_modules.hosts.discovery import Found
 
 
+_TOWERS = re.compile(r"visual|vision|image"), re.compile(r"text|^transformer$")  # of CLIP, by OpenAI and open_clip
 _TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference|frozen")
 
 
@@ -117,7 +118,8 @@ class _Model:
             if part not in self.layers and "decoder" not in part.rpartition(".")[2].lower()
         }
         if any(
-            self._are_twins(one, other, alone) or self._is_teacher(one, other) for one, other in combinations(alone, 2)
+            self._are_twins(one, other, alone) or self._is_teacher(one, other) or _are_towers(one, other)
+            for one, other in combinations(alone, 2)
         ):
             return True
         if any(self.layers[name].cross for names in parts.values() for name in names):
@@ -154,6 +156,13 @@ class _Model:
 
     def _inside(self, part: str, parts: Mapping[str, Sequence[str]]) -> set[int]:
         return {id(module) for name in parts[part] for module in self.modules[name].modules()}
+
+
+def _are_towers(one: str, other: str) -> bool:
+    """Whether one part is called as what sees images is, and the other as what reads texts."""
+    names = [part.rpartition(".")[2].lower() for part in (one, other)]
+    seen = [[bool(kind.search(name)) for kind in _TOWERS] for name in names]
+    return sorted(seen) == [[False, True], [True, False]]
 
 
 def _unnumbered(name: str) -> str:

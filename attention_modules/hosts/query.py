@@ -69,8 +69,7 @@ class QueryPart:
         assert rows is not None
         changed = fn(rows)
         changed.__dict__.update(rows.__dict__)
-        emptied = getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
-        self.keep_in(layer, changed.to("meta") if emptied else changed)
+        self.keep_in(layer, changed.to("meta") if empties(fn) else changed)
 
     def take_from(self, layer: nn.Module) -> Tensor | None:
         """The kept rows, which are kept no longer."""
@@ -122,6 +121,17 @@ class QueryPart:
         """The whole tensor from its query's rows and the others."""
         parts = [part.unflatten(self.dim, (self.blocks, -1)) for part in (rows, rest)]
         return torch.cat(parts, self.dim + 1).flatten(self.dim, self.dim + 1)
+
+
+def become(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Give a module another class; what hooks of accelerate left on it, the former class's forward, goes."""
+    module.__dict__.pop("forward", None)
+    module.__class__ = kind  # type: ignore[assignment]
+
+
+def empties(fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether what ``nn.Module._apply`` is given takes the values: ``to_empty`` does."""
+    return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 def _names(hooks: Iterable[object]) -> str:
@@ -221,7 +231,7 @@ def drop_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             owner._parameters[part.tensor] = None
             if type(owner) in (nn.Linear, QuerylessLinear):
                 del owner._parameters[part.tensor]
-                owner.__class__ = QuerylessLinear
+                become(owner, QuerylessLinear)
 
 
 def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
@@ -239,7 +249,7 @@ def restore_query(layer: nn.Module, parts: Sequence[QueryPart]) -> None:
             data = rows if like is None else rows.to(like.device, like.dtype)
             owner._parameters[part.tensor] = _parameter(data, trains, rows)
             if isinstance(owner, QuerylessLinear):
-                owner.__class__ = nn.Linear  # type: ignore[assignment]
+                become(owner, nn.Linear)
         else:
             full = part.join(rows.to(rest), rest.detach())
             owner._parameters[part.tensor] = _parameter(full, rest.requires_grad, rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
+_CROSS = re.compile(r"cross_?att", re.IGNORECASE)  # in the name: open_clip's CoCa has `cross_attn.0.attn`
 _LEARNED_QUERIES = ("probe", "query", "queries", "query_tokens", "latents")  # Parameters beside a layer that pools
 
 
@@ -150,6 +152,11 @@ class SwappedMultiheadAttention(Swapped):
             "by the handles of those that you registered"
         )
 
+    def _needs_own_keys(self) -> bool:
+        """Whether the mechanism's equations hold for self-attention alone."""
+        mechanism = self.mechanism
+        return len(self.dropped_query) > 0 or not mechanism.uses_query or mechanism.one_query_per_key
+
     def _project(self: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v ``[B, H, N, d]`` of sequence-first inputs ``[N, B, C]``."""
         names = ("k", "v") if self.dropped_query else ("q", "k", "v")
@@ -192,10 +199,13 @@ class SwappedMultiheadAttention(Swapped):
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
                 "its use_nested_tensor to False"
             )
-        if self.dropped_query and not same_view(query, key):
+        if self._needs_own_keys() and not same_view(query, key):
+            name, lacks = type(self.mechanism).__name__, "has no query"
+            if self.mechanism.uses_query:
+                lacks = "needs a query for each key"
             raise RuntimeError(
-                f"{type(self.mechanism).__name__} has no query, so this layer can only attend to its own input; it was "
-                "called with another key: restore it, or choose a mechanism with a query"
+                f"{name} {lacks}, so this layer can only attend to its own input; it was called with another key: "
+                "restore it, or choose a mechanism with a query that takes cross-attention"
             )
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal is a hint about attn_mask: give the mask too, as nn.MultiheadAttention asks")
@@ -266,6 +276,7 @@ class MultiheadAttentionHost(Host):
 
     name = "torch MultiheadAttention"
     mixin = SwappedMultiheadAttention
+    fixes_length = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         return issubclass(kind, nn.MultiheadAttention)
@@ -280,7 +291,9 @@ class MultiheadAttentionHost(Host):
 
     def is_cross(self, layer: Any, parent: nn.Module | None, name: str) -> bool:
         attribute = name.rpartition(".")[2]
-        if "cross" in attribute.lower() or (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim):
+        if (layer.kdim, layer.vdim) != (layer.embed_dim, layer.embed_dim):
+            return True
+        if "cross" in attribute.lower() or _CROSS.search(name):
             return True
         if parent is None or "self" in attribute.lower():
             return False
@@ -292,6 +305,14 @@ class MultiheadAttentionHost(Host):
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         return AttentionSpec(layer.embed_dim, layer.num_heads, layer.head_dim, layer_index=layer_index)
+
+    def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
+        """The length that torchvision's VisionTransformer fixes, class token included."""
+        library = sys.modules.get("torchvision.models.vision_transformer")
+        if library is None:
+            return None
+        found = (outer.seq_length for outer in reversed(ancestors) if isinstance(outer, library.VisionTransformer))
+        return next(found, None)
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         return query_parts(layer, "", layer.embed_dim, {"in_proj_weight": 0, "in_proj_bias": 0})

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from attention_modules.hosts import AttentionSwapError
+from attention_modules.hosts.base import acting_mechanism, plain_type
 from attention_modules.hosts.discovery import select, survey
 from attention_modules.hosts.sdpa import declare_host
 from attention_modules.hosts.sdpa.record import Record, knowing, own_record
@@ -208,7 +209,8 @@ class SwapAttention(Callback):
 
     def _holds(self, pl_module: pl.LightningModule, names: Sequence[str]) -> bool:
         modules = {_uncompiled(name): module for name, module in pl_module.named_modules()}
-        return all(type(getattr(modules.get(name), "mechanism", None)) is self._class for name in names)
+        held = (acting_mechanism(getattr(modules.get(name), "mechanism", None)) for name in names)
+        return all(each is not None and plain_type(each) is self._class for each in held)
 
     def _check_count(self, added: set[str]) -> None:
         """Positions mean the same before and after the module's ``setup``.

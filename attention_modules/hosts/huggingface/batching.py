@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
-from attention_modules.hosts.huggingface.attached import attach
 from attention_modules.hosts.huggingface.caches import why_no_cache
+from attention_modules.hosts.model.attached import attach, is_of_transformers
 
 _METHOD = "init_continuous_batching"
 
 
 def attach_batching(model: nn.Module) -> None:
     """Have each model that generates with swapped layers look at them before continuous batching begins."""
-    attach(model, _METHOD, _init_swapped)
+    attach(model, _METHOD, _init_swapped, is_of_transformers)
 
 
 def _init_swapped(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,10 +21,11 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.base import Host, Swapped, has_other_forward, plain_linear_refusal
 from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
+from attention_modules.hosts.huggingface.initial import attach_initial
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
 from attention_modules.hosts.huggingface.positions import watch_positions
 from attention_modules.hosts.huggingface.projections import (
@@ -186,7 +187,7 @@ class HuggingFaceHost(Host):
     @staticmethod
     def _unfit(module: nn.Module) -> str | None:
         """Why nothing can be put into a layer that calls the interface, if so."""
-        if "forward" in module.__dict__:
+        if has_other_forward(module):
             return "its forward was replaced"
         call = interface_call(type(module))
         if isinstance(call, str):
@@ -322,6 +323,7 @@ class HuggingFaceHost(Host):
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
         attach_batching(model)
+        attach_initial(model)
         watch_positions(model)
         warn_of_cache(model, SwappedHuggingFace)
 

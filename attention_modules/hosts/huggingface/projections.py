@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from attention_modules.hosts.query import QueryPart, WithoutQuery, query_parts
+from attention_modules.hosts.query import QueryPart, WithoutQuery, become, query_parts
 from attention_modules.hosts.weights import Rows
 
 _SEPARATE = (
@@ -169,11 +169,11 @@ def without_query(layer: Any, name: str) -> None:
     """Make the joint projection, whose query rows are gone, give keys in their place."""
     owner = getattr(layer, name)
     owner.query_blocks = Joint.of(layer).blocks
-    owner.__class__ = KeyValueConv1D if isinstance(owner, Conv1D) else KeyValueLinear
+    become(owner, KeyValueConv1D if isinstance(owner, Conv1D) else KeyValueLinear)
 
 
 def with_query(owner: Any) -> None:
     """Undo :func:`without_query`, before the rows come back."""
     if isinstance(owner, (KeyValueConv1D, KeyValueLinear)):
-        owner.__class__ = Conv1D if isinstance(owner, KeyValueConv1D) else nn.Linear  # type: ignore[assignment]
+        become(owner, Conv1D if isinstance(owner, KeyValueConv1D) else nn.Linear)
         del owner.query_blocks

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
-from attention_modules.hosts.huggingface.attached import attach
+from attention_modules.hosts.model.attached import attach, is_of_transformers
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.softmax import SoftmaxAttention
@@ -35,7 +35,7 @@ _UPLOAD = "_upload_modified_files"
 
 def attach_saving(model: nn.Module) -> None:
     """Have each Hugging Face model with swapped layers write its plan when it is saved; the others save as always."""
-    attach(model, "save_pretrained", _save_swapped)
+    attach(model, "save_pretrained", _save_swapped, is_of_transformers)
 
 
 def plan_of(model: nn.Module) -> list[dict[str, Any]]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import AttentionSpec
-from attention_modules.hosts.base import AttentionSwapError
+from attention_modules.hosts.base import AttentionSwapError, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import Projections, Widths
-from attention_modules.hosts.query import QueryPart, WithoutQuery
+from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
 from attention_modules.hosts.sdpa.record import Call, Seam, Source, known, tried
@@ -138,7 +138,7 @@ class DeclaredHost(SDPAHost):
         return issubclass(kind, self.kind)
 
     def understands(self, module: nn.Module) -> bool:
-        own = isinstance(module, self.kind) and "forward" not in module.__dict__
+        own = isinstance(module, self.kind) and not has_other_forward(module)
         return own and not calls_of(module).ambiguous
 
     def near_miss(self, module: nn.Module) -> str | None:
@@ -320,13 +320,14 @@ class DeclaredHost(SDPAHost):
         super()._drop_query(layer)
         if self.parts[0][1] == "qkv":
             owner = layer.get_submodule(self.parts[0][0])
-            owner.__class__, part = JointWithoutQuery, layer.dropped_query[0]
+            become(owner, JointWithoutQuery)
+            part = layer.dropped_query[0]
             owner.dropped = part.size, part.blocks
 
     def _restore_query(self, layer: Any) -> None:
         owner = layer.get_submodule(self.parts[0][0])
         if layer.dropped_query and isinstance(owner, JointWithoutQuery):
-            owner.__class__ = nn.Linear  # type: ignore[assignment]
+            become(owner, nn.Linear)
             del owner.dropped
         super()._restore_query(layer)
 

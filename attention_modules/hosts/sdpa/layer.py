@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from attention_modules.base import AttentionSpec
-from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.base import Host, Swapped, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, parts_that_call
@@ -259,7 +259,7 @@ class SDPAHost(Host):
         return not known and not issubclass(kind, AttentionMechanism)
 
     def understands(self, module: nn.Module) -> bool:
-        if "forward" in module.__dict__:
+        if has_other_forward(module):
             return False
         if known().calls.get(module):
             return known().each_forward(module) == 1
@@ -270,7 +270,7 @@ class SDPAHost(Host):
         found = calls_of(module)
         if known().calls.get(module) and (calls := known().each_forward(module)) > 1:
             return f"its forward calls scaled_dot_product_attention {calls} times, and a mechanism stands for one"
-        if found.sites and "forward" in module.__dict__:
+        if found.sites and has_other_forward(module):
             return "its forward was replaced on the object; give the class that forward"
         if found.unreached and not found.sites:
             return (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import torch
@@ -344,6 +346,11 @@ def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn
     for name, value in vars(twin).items():
         if isinstance(value, dict) and (name.endswith("_hooks") or "_hooks_" in name):
             vars(twin)[name] = OrderedDict()
+        elif isinstance(value, MethodType) and value.__self__ is module:  # a forward that accelerate left, or replaced
+            vars(twin)[name] = MethodType(value.__func__, twin)
+        elif isinstance(value, functools.partial) and any(each is module for each in value.args):
+            args = (twin if each is module else each for each in value.args)
+            vars(twin)[name] = functools.partial(value.func, *args, **value.keywords)
     vars(twin)["training"] = False
     vars(twin)["_buffers"] = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
     vars(twin)["_modules"] = {

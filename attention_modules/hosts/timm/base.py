@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Host, Swapped, has_hooks
+from attention_modules.hosts.base import Host, Swapped, has_hooks, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import JOINT, Projections, Widths
 from attention_modules.hosts.query import QueryPart
@@ -77,6 +77,7 @@ class TimmHost(Host):
 
     library: ClassVar[str]
     kind: ClassVar[str] = "Attention"
+    fixes_length = True
     parts: ClassVar[Projections] = JOINT
 
     def concerns(self, kind: type[nn.Module]) -> bool:
@@ -84,7 +85,7 @@ class TimmHost(Host):
 
     def understands(self, module: nn.Module) -> bool:
         kind = type(module)
-        if "forward" in module.__dict__ or self._named(kind) is None:
+        if has_other_forward(module) or self._named(kind) is None:
             return False
         return self._is(_definer(kind)) and self.unsuitable(module) is None
 
@@ -92,7 +93,7 @@ class TimmHost(Host):
         kind = type(module)
         if self._named(kind) is None:
             return None
-        if "forward" in module.__dict__ or not self._is(_definer(kind)):
+        if has_other_forward(module) or not self._is(_definer(kind)):
             return f"unsupported subclass: {kind.__name__} is a {self.name} with a forward of its own"
         return self.unsuitable(module)
 

@@ -234,8 +234,20 @@ What else to know:
   map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
 - Columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by the column.
   Models of transformers check `position_ids`, and masks show padding before and between: other positions are an error.
-  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused.
+  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. The vision transformers of timm and
+  torchvision say how many tokens they have positions for: a call with fewer (lightly's `idx_keep`, another image size)
+  is an error.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
+- A state dict of plain attention leaves a mechanism as it is, and after `to_empty` makes it new. A warning tells of one
+  that has changed since the swap.
+- `save_pretrained` of other libraries (diffusers, segmentation-models-pytorch, huggingface_hub's mixin) writes weights
+  alone and warns: build the model, swap it, and give `load_state_dict()` the file. The trainer of sentence-transformers
+  reads its folders by plain classes: best model and resume keep the Parameters of mechanisms that are there, with that
+  warning.
+- Limits. A static cache (`convert_and_export_with_cache`) cannot be exported with `symmetric` and `forgetting`: an
+  error of `torch.export`. FSDP2's broadcast of a plain checkpoint (`broadcast_from_rank0=True`) into a model without a
+  query is an error of sizes; without broadcast it loads. `value_residual` needs the model's own forward: timm's
+  `forward_intermediates` and `get_intermediate_layers`, called on the model itself, raise.
 - torch.fx takes a swapped layer as a leaf: name features by layers (`blocks.0.attn`). `torch.jit.script` is refused by
   name; `torch.jit.trace`, `torch.export` and `torch.compile` work.
 - Pruned projections, `weight_norm` and `spectral_norm`: a projection without its query's rows must be permanent

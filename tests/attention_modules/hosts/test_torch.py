@@ -109,11 +109,15 @@ def test_a_hint_without_its_mask_is_an_error_as_in_the_plain_layer() -> None:
         swap_attention(module, "softmax")
 
 
-def test_without_a_query_another_key_is_an_error() -> None:
-    module = layer(batch_first=True)
-    swap_attention(module, "symmetric")
-    with pytest.raises(RuntimeError, match=r"SymmetricAttention has no query.*another key"):
-        module(features(), features(1), features(1))
+@each_row(
+    ("mechanism", "lacks"), [("symmetric", "has no"), *((name, "needs a") for name in ("twicing", "forgetting", "mom"))]
+)
+def test_another_key_is_an_error_where_the_mechanism_is_one_of_self_attention(mechanism: str, lacks: str) -> None:
+    module, x = layer(batch_first=True), features()
+    swap_attention(module, mechanism)
+    module(x, x, x)
+    with pytest.raises(RuntimeError, match=rf"{mechanism_class(mechanism).__name__} {lacks} query.*another key"):
+        module(x, features(1), features(1))
 
 
 @each_row("option", ["add_bias_kv", "add_zero_attn"])
@@ -239,7 +243,12 @@ class Around(nn.Module):
 
     def __init__(self, name: str, parameter: str = "") -> None:
         super().__init__()
-        self.add_module(name, layer(batch_first=True))
+        *outer, name = name.split(".")
+        held: nn.Module = self
+        for each in outer:  # as in a list of blocks
+            held.add_module(each, nn.Module())
+            held = held.get_submodule(each)
+        held.add_module(name, layer(batch_first=True))
         if parameter:
             self.register_parameter(parameter, nn.Parameter(torch.zeros(1, 1, DIM)))
 
@@ -255,6 +264,8 @@ class Around(nn.Module):
         ("Reader", "attn", "probe", True),
         ("Reader", "attn", "queries", True),
         ("Reader", "attn", "position", False),
+        ("Reader", "cross_attn.0.attn", "", True),
+        ("Reader", "cross_encoder.0.attn", "", False),
         ("Reader", "self_attn", "query", False),
         ("OneFormerTransformerDecoderLayer", "self_attn", "", False),
         ("EncoderBlock", "multihead_attn", "", False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -147,3 +149,67 @@ def test_a_model_swapped_in_inference_mode_trains(mechanism: str) -> None:
     with torch.inference_mode():
         restore_attention(model)
     model(torch.randn(2, 5, 8)).sum().backward()
+
+
+def test_plain_weights_beside_what_was_trained_are_told_of() -> None:
+    model, plain = Block(), Block().state_dict()
+    swap_attention(model, Noisy)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model.load_state_dict(plain)  # the mechanism is as it was made
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (model(torch.randn(1, 3, DIM)).sum() + model.attn.mechanism.noise.sum()).backward()
+    optimizer.step()
+    trained = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="has nothing for the Noisy, which has changed since the swap"):
+            model.load_state_dict(plain)
+    assert torch.equal(model.attn.mechanism.noise, trained["attn.mechanism.noise"])
+    model.load_state_dict(trained)
+    swap_attention(model, Noisy)
+    model.load_state_dict(plain)
+
+
+@pytest.mark.parametrize("mechanism", ["sink", "gated"])
+def test_plain_weights_make_an_emptied_mechanism_new(mechanism: str) -> None:
+    model, plain, x = Block(), Block().state_dict(), torch.randn(1, 3, DIM)
+    expected = Block()
+    expected.load_state_dict(plain)
+    swap_attention(expected, mechanism, std=0.0)
+    swap_attention(model, mechanism, std=0.0)
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)  # as whatever stood in the memory
+    drawn = torch.get_rng_state()
+    model.load_state_dict(plain)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(model(x), expected(x))
+    nn.init.constant_(next(model.attn.mechanism.parameters()), 3.0)
+    with pytest.warns(UserWarning, match="has changed since the swap"):
+        model.load_state_dict(plain)
+    model.to_empty(device="cpu")
+    model.attn.mechanism.reset_parameters()
+    nn.init.constant_(next(model.attn.mechanism.parameters()), 3.0)
+    model.load_state_dict(plain)
+    assert bool((next(model.attn.mechanism.parameters()) == 3.0).all())
+
+
+def test_a_mechanism_is_no_float8_where_weights_are_kept_so() -> None:
+    model = Block().to(torch.float8_e4m3fn)  # as diffusers' layerwise casting keeps them
+    swap_attention(model, "sink")
+    assert model.attn.mechanism.sink.dtype == torch.float32
+
+
+def test_a_mechanism_is_made_where_the_model_around_it_is_not() -> None:
+    from lightning.fabric.utilities.init import _EmptyInit
+
+    expected = Block()
+    torch.manual_seed(1)
+    swap_attention(expected, "gated")
+    with _EmptyInit():  # Trainer.init_module(empty_init=True): a checkpoint is to fill the model
+        model = Block()
+        torch.manual_seed(1)
+        swap_attention(model, "gated")
+    assert torch.equal(model.attn.mechanism.gate.weight, expected.attn.mechanism.gate.weight)
+    assert torch.equal(model.attn.mechanism.gate.bias, expected.attn.mechanism.gate.bias)

@@ -20,6 +20,7 @@ from attention_modules.swap import (
     restore_attention,
     swap_attention,
 )
+from tests.attention_modules.hosts.sdpa.own import DeclaredJoint
 from tests.attention_modules.swap.models import (
     DIM,
     HEADS,
@@ -140,6 +141,51 @@ def test_modules_that_accelerate_hooks_are_refused_for_what_they_are() -> None:
     torch.testing.assert_close(model(x), plain)
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     swap_attention(model, "symmetric")
+
+
+def gpt() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.GPT2Model(transformers.GPT2Config(n_embd=DIM, n_layer=1, n_head=HEADS, vocab_size=9)).eval()
+
+
+HOOKED: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
+    "torch": (lambda: Block().eval(), torch.randn(1, 3, DIM)),
+    "transformers": (gpt, torch.tensor([[5, 1, 3]])),
+    "attnswap": (lambda: nn.Sequential(SelfAttention(DIM, HEADS)).eval(), torch.randn(1, 3, DIM)),
+    "any": (lambda: nn.Sequential(DeclaredJoint()).eval(), torch.randn(1, 3, 16)),
+}
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sink", "symmetric"])
+@pytest.mark.parametrize("host", HOOKED)
+def test_hooks_that_accelerate_took_out_leave_no_trace(host: str, mechanism: str) -> None:
+    hooks = pytest.importorskip("accelerate").hooks
+    build, x = HOOKED[host]
+    torch.manual_seed(0)
+    model, expected = build(), build()
+    expected.load_state_dict(model.state_dict())
+    plain = tensor_of(model(x))
+    for each in (expected, model):
+        if each is model:
+            hooks.attach_execution_device_hook(model, "cpu")  # as dispatch_model does, around each part
+            hooks.remove_hook_from_module(model, recurse=True)
+        swap_attention(each, mechanism)
+        for name, parameter in each.named_parameters():
+            nn.init.constant_(parameter, 2.0) if "mechanism" in name else None
+    swapped = tensor_of(model(x))
+    assert torch.equal(swapped, tensor_of(expected(x)))
+    assert torch.equal(swapped, plain) == (mechanism == "softmax")
+    hooks.attach_execution_device_hook(model, "cpu")
+    with pytest.raises(AttentionSwapError, match=r"forward was replaced on the object|accelerate keeps"):
+        restore_attention(model)
+    assert torch.equal(tensor_of(model(x)), swapped)
+    hooks.remove_hook_from_module(model, recurse=True)
+    assert len(restore_attention(model)) == 1
+    assert torch.equal(tensor_of(model(x)), plain)
+
+
+def tensor_of(out: object) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out[0]
 
 
 def test_hooks_stay() -> None:

@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from torch.nn.utils import parametrize
 
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.mechanisms.softmax import SoftmaxAttention
@@ -111,6 +112,7 @@ def test_fit_then_test_swaps_once(kind):
     trainer = fit(module, [first], max_steps=1)
     trained = [id(found) for found in mechanisms(module)]
     assert mechanisms(module)[0].log_temperature.item() != pytest.approx(torch.tensor(2.0).log().item())
+    parametrize.register_parametrization(mechanisms(module)[0], "log_temperature", torch.nn.Identity())  # another class
     trainer.test(module, batches(1), verbose=False)
     trainer.validate(module, batches(1), verbose=False)
     other = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention(PATH, {"temperature": 2.0})])

@@ -87,6 +87,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
     "average": (averaged, {"net": 2, "average": 2}),
     "predictor": (joint_embedding, {"student": 2, "teacher": 2, "predictor": 1}),
     "towers": (clip, {"text_model": 2, "vision_model": 3}),
+    "towers of open_clip": (
+        lambda: nn.ModuleDict({"visual": encoder(3), "transformer": encoder(2, 8), "embedding": nn.Embedding(9, 8)}),
+        {"visual": 3, "transformer": 2},
+    ),
+    "captioner": (
+        lambda: nn.ModuleDict({"image_encoder": encoder(1), "text_decoder": nn.Transformer(16, 4, 1, 1, 32).decoder}),
+        {"": 3},
+    ),
     "distilled": (distilled, {"small": 1, "large": 3}),
 }
 

@@ -252,3 +252,33 @@ def test_the_weights_file_loads_into_a_model_that_is_swapped_by_hand(family: str
 
 def _swapped_names(model: nn.Module) -> list[str]:
     return [name.removesuffix(".mechanism") for name, _ in model.named_modules() if name.endswith(".mechanism")]
+
+
+class SwapsItself(transformers.BertModel):
+    """A class whose model is swapped when it is built."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        swap_attention(self, config.mechanism)  # type: ignore[attr-defined]
+        self.post_init()
+
+
+@pytest.mark.parametrize("mechanism", ["talking_heads", "sink", "forgetting"])
+def test_a_class_that_swaps_itself_reads_a_plain_folder(mechanism: str, tmp_path: Path) -> None:
+    plain = built("bert")
+    plain.save_pretrained(tmp_path / "plain")
+    config = transformers.BertConfig.from_pretrained(tmp_path / "plain")
+    config.mechanism = mechanism
+    expected = built("bert")
+    swap_attention(expected, mechanism)
+    for model in (SwapsItself(config), SwapsItself.from_pretrained(tmp_path / "plain", config=config)):
+        for (name, one), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            if "mechanism" in name and not name.endswith("gate.weight"):  # which is drawn
+                assert torch.equal(one, other), name
+    model.eval()
+    for name, parameter in model.named_parameters():
+        if "mechanism" in name:
+            nn.init.normal_(parameter)
+    model.config.mechanism = mechanism
+    again = SwapsItself.from_pretrained(saved(model, tmp_path / "own"))
+    assert torch.equal(output(again.eval()), output(model))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -184,3 +186,32 @@ def test_a_projection_that_was_replaced_after_the_swap_is_saved_as_it_is(tmp_pat
     before = output(model)
     model.encoder.layer[0].attention.self.query = nn.Linear(16, 16)
     assert torch.equal(output(load_pretrained(transformers.BertModel, saved(model, tmp_path))), before)
+
+
+def test_the_method_keeps_its_signature(tmp_path: Path) -> None:
+    model = built("bert")
+    plain = inspect.signature(type(model).save_pretrained)
+    swap_attention(model, "sink")
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # diffusers asks it before it saves
+        assert inspect.signature(each.save_pretrained) == plain
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sink", "symmetric", "entmax"])
+def test_models_of_other_libraries_say_what_their_folder_lacks(mechanism: str, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    class Own(nn.Module, hub.PyTorchModelHubMixin):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+
+    model = Own()
+    swap_attention(model, mechanism)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.save_pretrained(tmp_path)
+        restore_attention(model)
+        model.save_pretrained(tmp_path)
+    texts = [str(each.message) for each in told]
+    assert [("Own.from_pretrained builds plain" in text) for text in texts] == [True] * (mechanism != "softmax")
+    assert "save_pretrained" not in vars(model)

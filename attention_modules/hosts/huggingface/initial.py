@@ -1,0 +1,32 @@
+"""What ``from_pretrained`` gives the mechanisms of a class that swaps in its ``__init__``, from a plain folder.
+
+transformers builds the model without memory, and has the model's ``_init_weights`` fill what the folder lacks. That
+knows nothing of mechanisms, whose Parameters would hold whatever stood in the memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.model.attached import attach, is_of_transformers
+
+
+def attach_initial(model: nn.Module) -> None:
+    """Have each model with swapped layers make mechanisms as a swap does."""
+    attach(model, "_init_weights", _init_weights, is_of_transformers)
+
+
+@torch.no_grad()
+def _init_weights(model: Any, module: nn.Module) -> None:
+    """``_init_weights`` of a model with swapped layers: what no file gave a mechanism is as it is built."""
+    if not isinstance(module, AttentionMechanism) or module.built_with is None:
+        type(model)._init_weights(model, module)
+        return
+    new = type(module)(module.spec, **module.built_with).state_dict()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not getattr(tensor, "_is_hf_initialized", False):
+            tensor.copy_(new[name])
