@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,22 @@ def forget_progress(cell: Cell) -> None:
             path.unlink(missing_ok=True)
 
 
+def forget_or_note(cell: Cell, before: Progress | None, start: Progress) -> None:
+    """After a failure that no checkpoint followed, note the try; forget the checkpoint where it is the second from it.
+
+    The cause may be gone at the next start (a full device), or lie in the checkpoint: then it would fail each time.
+    """
+    if before is None or (before.runs[-1:] and before.runs[-1].endswith(f"from step {before.step}")):
+        forget_progress(cell)
+    else:
+        _write(cell, replace(start, step=before.step, rows=before.rows, seconds=before.seconds))
+
+
+def _write(cell: Cell, progress: Progress) -> None:
+    with written_whole(cell.folder / FILE) as partial:
+        partial.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+
+
 class KeepProgress(pl.Callback):
     """Saves a cell's state while it fits, each time that a twenty-fifth of its steps is done.
 
@@ -132,6 +148,8 @@ class KeepProgress(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the steps to the next checkpoint; there is none where no loader would know its place."""
+        if trainer.world_size > 1 and trainer.strategy.broadcast(self._start.step) != self._start.step:
+            raise RuntimeError("the processes of this cell go on from different checkpoints; start it again")
         steps = trainer.estimated_stepping_batches
         self._every = max(1, int(steps) // _PARTS) if math.isfinite(steps) else 1
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
@@ -209,9 +227,7 @@ class KeepProgress(pl.Callback):
         if step is None or not trainer.is_global_zero:
             return
         self._may_write()
-        now = asdict(self._start) | {"step": step, "seconds": round(self.seconds, 1), "rows": self.rows(trainer)}
-        with written_whole(self._cell.folder / FILE) as partial:
-            partial.write_text(json.dumps(now), encoding="utf-8")
+        _write(self._cell, replace(self._start, step=step, seconds=round(self.seconds, 1), rows=self.rows(trainer)))
         self.made = True
         kept = checkpoint_of(self._cell, step)
         for path in self._cell.folder.glob("progress-*.ckpt"):

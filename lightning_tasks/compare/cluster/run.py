@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lightning_tasks.compare.cell import RESULT, Cell
 from lightning_tasks.compare.cluster.lease import HeldError, LostError, held, is_free, owner_of
-from lightning_tasks.compare.cluster.several import end_with_parent, rank_of, run_by_command
+from lightning_tasks.compare.cluster.several import LEADER, end_with_parent, rank_of, run_by_command
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files.sources import Sources, changed_sources
 from lightning_tasks.runs.log import read_metrics
@@ -31,7 +31,7 @@ def run_held(cell: Cell, planned: Sources | None = None) -> None:
     """
     cell.refuse_links()
     if rank_of(cell):
-        end_with_parent()
+        end_with_parent(int(os.environ.get(LEADER, os.getppid())))
         if not cell.is_finished():
             run_cell(cell, planned)
         return
@@ -74,6 +74,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
         KeepProgress,
         Progress,
         checkpoint_of,
+        forget_or_note,
         forget_progress,
         read_progress,
     )
@@ -88,7 +89,8 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
     if planned is not None and (changed := changed_sources(planned, sources)):
         raise UsageError(f"{', '.join(changed)} changed while the comparison ran; the same command goes on with it")
     arguments = [*cell.arguments, f"--trainer.default_root_dir={cell.folder / 'runs'}"]
-    first = rank_of(cell) == 0
+    if first := rank_of(cell) == 0:
+        os.environ[LEADER] = str(os.getpid())  # for those that Lightning starts
     here = socket.gethostname() + (f", {cell.processes} processes" if cell.processes > 1 else "")
     if (before := read_progress(cell, sources)) is None:
         start = Progress(fingerprint, sources, 0, 0.0, [], [here])
@@ -110,10 +112,12 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
             stopped = str(error)
             print(stopped, file=sys.stderr)
         except Exception as error:
-            if first and not (progress.made or isinstance(error, LostError)):  # else it would end so each time
-                forget_progress(cell)
+            if first and not (progress.made or isinstance(error, LostError)):
+                forget_or_note(cell, before, start)
             raise
         else:
+            if first:
+                may_write()
             if cell.keep:
                 cli.trainer.save_checkpoint(cell.checkpoint)
             if cell.test:
@@ -150,15 +154,16 @@ def _output_to(path: Path) -> Iterator[None]:
     """Send the process's standard output and error, also that of loggers made earlier, into a file."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    kept = [os.dup(1), os.dup(2)]
     with path.open("a", encoding="utf-8") as file:
+        kept = [os.dup(1), os.dup(2)]
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         try:
             yield
         finally:
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                with contextlib.suppress(OSError):  # of a full disk
+                    stream.flush()
             for number, descriptor in enumerate(kept, start=1):
                 os.dup2(descriptor, number)
                 os.close(descriptor)

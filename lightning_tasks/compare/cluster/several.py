@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,12 @@ from lightning_tasks.errors import UsageError
 from lightning_tasks.files.sources import Sources
 from lightning_tasks.runs.environment import this_environment
 
-HELD = 75  # the exit status of who finds a cell run by another process
-_RANKS = ("RANK", "LOCAL_RANK")
+REFUSED, HELD = 2, 75  # the latter is the exit status of who finds a cell run by another process
+LEADER = "ATTNSWAP_LEADER"  # the number of the process that started the others of its cell
+# What says that a launcher has started processes, or is to: the cell's own are started here.
+_LAUNCHED = re.compile(
+    "(GLOBAL_|LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
+)
 
 
 def processes_of(trainer: Any, one_node: bool = False) -> int:
@@ -38,8 +43,8 @@ def processes_of(trainer: Any, one_node: bool = False) -> int:
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         devices = len(devices)
     count = max(1, devices) * nodes if isinstance(devices, int) else nodes
-    strategy = trainer.strategy
-    name = strategy if isinstance(strategy, str) else str((strategy or {}).get("init_args", {}).get("start_method", ""))
+    strategy = trainer.strategy or ""
+    name = strategy if isinstance(strategy, str) else str((strategy.get("init_args") or {}).get("start_method", ""))
     if count > 1 and any(word in name for word in ("spawn", "fork", "notebook")):
         raise UsageError(f"a cell of {count} processes starts them by a command, not by {name!r}; give strategy ddp")
     if nodes > 1 and one_node:
@@ -48,14 +53,16 @@ def processes_of(trainer: Any, one_node: bool = False) -> int:
 
 
 def rank_of(cell: Cell, environment: Mapping[str, str] = os.environ) -> int:
-    """Which of the cell's processes this is, as who started it says; 0 where nobody does."""
-    names = (*_RANKS, "SLURM_PROCID") if cell.processes > 1 else _RANKS
-    return max(int(environment.get(name) or 0) for name in names)
+    """Which of the cell's processes this is, as who started it says; 0 where nobody does.
+
+    A cell of one process has others only where the first of them started these itself.
+    """
+    names = ("RANK", "LOCAL_RANK", "SLURM_PROCID") if cell.processes > 1 else ("LOCAL_RANK",) * (LEADER in environment)
+    return max((int(environment.get(name) or 0) for name in names), default=0)
 
 
-def end_with_parent() -> None:
-    """End this process when the one that started it ends: a killed cell leaves nobody at work."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process when the one that started it, of that number, ends: a killed cell leaves nobody at work."""
 
     def wait() -> None:
         while os.getppid() == parent:
@@ -70,16 +77,21 @@ def run_by_command(cell: Cell, planned: Sources) -> None:
 
     Raises:
         HeldError: another process holds it.
+        UsageError: it was refused.
         RuntimeError: it failed.
     """
     here = this_environment()
-    asked = {"cell": asdict(cell), "planned": planned, "code": [here.commit, here.modified]}
+    asked = {"cell": asdict(cell), "planned": planned, "code": [here.commit, here.modified], "parent": os.getpid()}
+    environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cell.json"
         file.write_text(json.dumps(asked), encoding="utf-8")
         command = [sys.executable, "-m", f"{__package__}.process", str(file)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    if done.returncode == HELD:
-        raise HeldError(last_error(done.stderr))
-    if done.returncode:
-        raise RuntimeError(last_error(done.stderr) or f"it ended with {done.returncode}")
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, errors="replace", env=environment, check=False
+        )
+    if not done.returncode:
+        return
+    printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
+    text = last_error(done.stderr) or f"{last_error(printed)} (it ended with {done.returncode})"
+    raise {HELD: HeldError, REFUSED: UsageError}.get(done.returncode, RuntimeError)(text)

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cluster.plan_file import read_plan
 from lightning_tasks.compare.cluster.progress import FILE
-from lightning_tasks.compare.cluster.several import processes_of, rank_of
+from lightning_tasks.compare.cluster.several import LEADER, processes_of, rank_of
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.workers import worker_devices
 from lightning_tasks.recipes.variants import Variant, read_variants
@@ -140,4 +140,5 @@ def test_a_task_of_slurm_is_another_process_of_a_cell_that_has_several(compariso
     several = plan_cells([Variant("it", cell.config)], [0], tmp_path)[0]
     several = type(several)(**{**vars(several), "processes": 4})
     assert rank_of(several, {"SLURM_PROCID": "3"}) == 3
-    assert rank_of(cell, {"LOCAL_RANK": "1"}) == 1
+    assert rank_of(cell, {"LOCAL_RANK": "1", LEADER: "7"}) == 1
+    assert rank_of(cell, {"RANK": "1", "LOCAL_RANK": "1"}) == 0, "of whoever started a cell of one process by itself"
