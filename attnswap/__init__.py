@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         hosts as hosts,
         tasks as tasks,
     )
+    from lightning_tasks.explore.page import explore as explore
     from lightning_tasks.files.load import load_swapped as load_swapped
 
 _MODULES = ("analysis", "callbacks", "datamodules", "functional", "hosts", "tasks")
@@ -63,6 +64,7 @@ _HOMES = {
     ),
     "attention_maps": "attention_modules.analysis.model_maps",
     "check_mechanism": "attention_modules.testing",
+    "explore": "lightning_tasks.explore.page",
     "load_swapped": "lightning_tasks.files.load",
 }
 
