@@ -8,12 +8,12 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+import numpy as np
 import torch
 from attnswap.datamodules.shared.folder import find_images
 from attnswap.datamodules.shared.images import MODES, in_mode
 from PIL import Image, ImageOps
 from torch import Tensor, nn
-from torchvision.transforms.functional import pil_to_tensor
 
 from attention_modules import swap_attention
 from attention_modules.analysis.model_maps import Inputs, Layers
@@ -149,7 +149,8 @@ def _images(
         raise UsageError(f"{name} ({type(subject.model).__name__}) takes text: give --text FILE")
     size, mode = (subject.img_size, subject.img_size), MODES[subject.in_chans]
     fitted = [ImageOps.fit(picture, size, Image.Resampling.BICUBIC).convert(mode) for picture in pictures]
-    images = torch.stack([pil_to_tensor(picture) for picture in fitted]) / 255
+    pixels = np.stack([np.asarray(picture).reshape(*size, -1) for picture in fitted])
+    images = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
     return subject.prepare(images), {"images": images}
 
 

@@ -36,7 +36,7 @@
 
   function unpacked(model, bytes) {
     const alone = model.layers.find((layer) => !layer.cross);
-    const metas = model.rollout ? [...model.layers, { ...alone, heads: 1, ...model.rollout }] : model.layers;
+    const metas = model.rollout ? [...model.layers, { ...alone, heads: 1 }] : model.layers;
     const maps = metas.map((meta) => ({ meta, heads: meta.heads, rows: (meta.rows || range(meta.queries)).length, keys: meta.keys }));
     let end = 0, step = maps.reduce((sum, map) => sum + 8 * map.heads * map.rows, 0);
     for (const map of maps) {

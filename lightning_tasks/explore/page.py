@@ -130,17 +130,7 @@ def explore_shown(
     names: Sequence[str] | None = None,
     made_by: str = "attnswap.explore(...)",
 ) -> Explorer:
-    """As :func:`explore`, of models with inputs of their own.
-
-    Args:
-        shown: the models.
-        images, tokens, source_tokens, layers, rows: as there.
-        names: of the inputs.
-        made_by: the command.
-
-    Raises:
-        UsageError, AttentionSwapError: as there.
-    """
+    """As :func:`explore`, of models with inputs of their own; ``names`` of the inputs, ``made_by`` a command."""
     given = {"images": images, "tokens": tokens, "source_tokens": source_tokens, "names": names}
     counts = {name: len(each) for name, each in given.items() if each is not None}
     if len(set(counts.values())) > 1 or 0 in counts.values():
