@@ -15,9 +15,10 @@ from tests.lightning_tasks.explore.test_explore import HOSTILE, near
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-ALL_VALUES = """const [model, layer, heads] = arguments, map = explorer.panels[model].map(layer, 0);
-return [...Array(heads).keys()].map(head => [...Array(map.rows).keys()].map(
-  row => [...explorer.panels[model].row(layer, head, row)]));"""
+ROWS = """const [model, layer, rows] = arguments;
+return [0, 1, 2].map(head => [...Array(rows).keys()].map(at => explorer.row(model, layer, head, at)));"""
+ARROW = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
+BOXES = "return [...document.querySelectorAll('.panel, figure')].map(each => [each.scrollWidth, each.clientWidth])"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +105,9 @@ def test_values_are_those_of_attention_maps(linked, swapped, images):
     linked.execute_async_script("explorer.show(1).then(arguments[0])")
     for number, model in enumerate((vit(), swapped)):
         for layer, wanted in enumerate(attention_maps(model, images).values()):
-            near(torch.tensor(linked.execute_script(ALL_VALUES, number, layer, 3)), wanted[1])
-    first, second = (linked.execute_script("return explorer.value(arguments[0], 1, 2, 5, 7)", at) for at in (0, 1))
-    assert linked.execute_script("return explorer.value(2, 1, 2, 5, 7)") == pytest.approx(second - first, abs=1e-6)
+            near(torch.tensor(linked.execute_script(ROWS, number, layer, 17)), wanted[1])
+    first, second = (linked.execute_script("return explorer.row(arguments[0], 1, 2, 5)[7]", at) for at in (0, 1))
+    assert linked.execute_script("return explorer.row(2, 1, 2, 5)[7]") == pytest.approx(second - first, abs=1e-6)
 
 
 def test_a_pointer_over_a_patch_marks_it_in_every_model(linked):
@@ -149,7 +150,7 @@ def test_keys_choose_heads_and_tokens(linked):
 
 
 def test_a_click_in_the_grid_and_the_table_choose(linked):
-    cell = linked.execute_script("return explorer.panels[1].sizes.cell")
+    cell = linked.execute_script("return explorer.panels[1].cell")
     grid = nodes(linked, "canvas[role=application]")[1]
     point(linked, grid, (50 + 1.5 * cell) / grid.size["width"], 0.5 * cell / grid.size["height"], click=True)
     assert linked.execute_script("return [explorer.state.layer, explorer.state.head]") == [1, 0]
@@ -191,16 +192,12 @@ def test_text_that_is_causal_padded_or_of_another_language(opened):
     lists = nodes(browser, ".list")
     point(browser, lists[0].find_elements("css selector", "span")[2], 0.5, 0.5)
     assert texts(browser, "figcaption") == ["“w” (2) attends to", "“w” (2) is attended by"]
-    browser.execute_script(
-        "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
-    )
+    browser.execute_script(ARROW)
     drawn(browser)
     assert [node.text for node in lists[0].find_elements("css selector", "span")] == list("abcde")
     point(browser, lists[0].find_elements("css selector", "span")[0], 0.5, 0.5)
     assert texts(browser, ".top")[0].startswith("“a” (0) 1 · ")  # the first sees itself alone
-    browser.execute_script(
-        "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
-    )
+    browser.execute_script(ARROW)
     drawn(browser)
     point(browser, lists[0].find_elements("css selector", "span")[3], 0.5, 0.5)  # a key
     point(browser, lists[1].find_elements("css selector", "span")[1], 0.5, 0.5)  # a query
@@ -232,9 +229,7 @@ def test_nothing_is_wider_than_the_window(linked, width):
     drawn(linked)
     wide = linked.execute_script("return [document.documentElement.scrollWidth, innerWidth, document.body.scrollWidth]")
     assert wide[0] <= wide[1] + 1
-    boxes = linked.execute_script(
-        "return [...document.querySelectorAll('.panel, .views figure')].map(each => [each.scrollWidth, each.clientWidth])"
-    )
+    boxes = linked.execute_script(BOXES)
     assert all(inside <= outside + 1 for inside, outside in boxes)
 
 
@@ -259,9 +254,8 @@ def test_size_and_times_of_a_vit_and_of_4096_tokens(opened, tmp_path, capsys):
         ready = browser.execute_script("return performance.now()")
         hover = browser.execute_async_script(HOVER)
         with capsys.disabled():
-            print(
-                f"\n{name}: {len(page.html) / 1e6:.2f} MB, opened in {took:.2f} s (page {ready / 1000:.2f} s), hover {hover}"
-            )
+            size, page_time = len(page.html) / 1e6, ready / 1000
+            print(f"\n{name}: {size:.2f} MB, opened in {took:.2f} s (of the page {page_time:.2f} s), hover {hover}")
 
 
 HOVER = """const done = arguments[0], view = explorer.panels[0].views[0], times = [];
