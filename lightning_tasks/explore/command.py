@@ -183,8 +183,9 @@ def _text(name: str, subject: Subject, lines: Sequence[str], options: Any) -> tu
         tokenizer.padding_side = "right"
         found = tokenizer(list(texts), truncation=True, max_length=most, padding=True, return_tensors="pt")
         ids, unknown = found["input_ids"], tokenizer.unk_token_id
-        counted = ids[found["attention_mask"].bool()]
-        if not len(counted) or (unknown is not None and float((counted == unknown).float().mean()) > _MOST_UNKNOWN):
+        special = set(tokenizer.all_special_ids) - {unknown}
+        words = [each for row in ids.tolist() for each in row if each not in special]
+        if not words or words.count(unknown) > _MOST_UNKNOWN * len(words):  # an empty tokenizer gives no error
             raise UsageError(f"the tokenizer of {where} lacks most of {options.text}: give --tokenizer of another")
         size = getattr(token_embedding(subject.model), "num_embeddings", 0)
         if int(ids.max()) >= size:

@@ -43,8 +43,8 @@
   // What `packed` of collect.py made: ends of all rows, then their steps, each row less the one before it.
   function unpacked(model, bytes) {
     const alone = model.layers.find((layer) => !layer.cross);
-    const maps = [...model.layers, ...(model.rollout ? [{ ...alone, heads: 1 }] : [])].map((layer) => (
-      { layer, heads: layer.heads, keys: layer.keys, rows: layer.rows ? layer.rows.length : layer.queries, pools: [] }));
+    const layers = [...model.layers, ...(model.rollout ? [{ ...alone, heads: 1 }] : [])];
+    const maps = layers.map((layer) => ({ layer, heads: layer.heads, keys: layer.keys, rows: rowsOf(layer).length, pools: [] }));
     let end = 0, step = maps.reduce((sum, map) => sum + 8 * map.heads * map.rows, 0);
     for (const map of maps) {
       const { heads, rows, keys } = map, count = heads * rows;
@@ -212,9 +212,9 @@
     return list && list.length === countOf(layer, ofKeys) ? list : null;
   }
   function tokenName(layer, ofKeys, at) {
-    const list = namesOf(layer, ofKeys), grid = gridOf(countOf(layer, ofKeys));
+    const list = namesOf(layer, ofKeys), grid = gridOf(countOf(layer, ofKeys)), patch = grid ? at - grid[0] : -1;
     if (list) return `“${list[at]}” (${at})`;
-    return grid && at >= grid[0] ? `patch ${Math.floor((at - grid[0]) / grid[2])},${(at - grid[0]) % grid[2]}` : `token ${at}`;
+    return patch < 0 ? `token ${at}` : `patch ${Math.floor(patch / grid[2])},${patch % grid[2]}`;
   }
   function nearestRow(layer) { // that of the marked query, or of the nearest that is shown
     const rows = rowsOf(layer), away = rows.map((row) => Math.abs(row - state.query));
@@ -262,7 +262,7 @@
     });
     panel.gridBar = scaleBar(panel.node);
     const views = make("div", panel.node, { class: "views" });
-    panel.views = [[true, "attends to"], [false, "is attended by"]].map(([ofKeys, text]) => buildView(views, ofKeys, text));
+    panel.views = [buildView(views, true, "attends to"), buildView(views, false, "is attended by")];
     const whole = make("details", panel.node, inputs[0].image ? {} : { open: "" });
     make("summary", whole, {}, "the whole map");
     panel.whole = make("canvas", whole, { class: "whole", role: "img" });
@@ -293,7 +293,8 @@
     listen(view.canvas, (event) => {
       const [before, rows, columns] = gridOf(countOf(current(), ofKeys)), box = view.canvas.getBoundingClientRect();
       const row = clamp(Math.floor((event.clientY - box.top) / box.height * rows), 0, rows - 1);
-      mark(ofKeys, before + row * columns + clamp(Math.floor((event.clientX - box.left) / box.width * columns), 0, columns - 1));
+      const column = clamp(Math.floor((event.clientX - box.left) / box.width * columns), 0, columns - 1);
+      mark(ofKeys, before + row * columns + column);
     });
     figure.addEventListener("keydown", (event) => {
       if (!ARROWS[event.key]) return;
@@ -315,9 +316,9 @@
     return [clamp(Math.floor((event.clientX - box.left - LEFT) / cell), 0, layersOf(panel).length - 1), heads[line]];
   }
   function said(panel, layer, head) {
-    const of = `layer ${layer}${layersOf(panel)[layer]?.name ? ` (${layersOf(panel)[layer].name})` : ""}, ${headName(head)}`;
-    if (!place(panel, layer, head)) return `${of}: ${panel.pair ? "no difference of maps of two sizes" : "not in this model"}`;
-    const numbers = Object.entries(STATISTICS).map(([name, text]) => `${text} ${shown(statistic(panel, name, layer, head))}`);
+    const name = layersOf(panel)[layer]?.name, of = `layer ${layer}${name ? ` (${name})` : ""}, ${headName(head)}`;
+    if (!place(panel, layer, head)) return `${of}: ${panel.pair ? "the maps have two sizes" : "not in this model"}`;
+    const numbers = Object.keys(STATISTICS).map((each) => `${STATISTICS[each]} ${shown(statistic(panel, each, layer, head))}`);
     return head === ROLLOUT ? of : [of, ...numbers].join(", ");
   }
 
@@ -340,7 +341,8 @@
 
   function drawGrids() {
     const kind = $("thumbs").value, heads = gridHeads();
-    const cells = panels.map((panel) => heads.map((head) => layersOf(panel).map((_, layer) => cellValues(panel, kind, layer, head))));
+    const cells = panels.map((panel) => heads.map((head) => (
+      layersOf(panel).map((_, layer) => cellValues(panel, kind, layer, head)))));
     const most = cells.map((of) => Math.max(0, ...of.flat().map((each) => (each ? largest(each.values) : 0))));
     const shared = $("shared").checked, all = Math.max(...most.filter((_, at) => !panels[at].pair));
     panels.forEach((panel, at) => {
@@ -366,7 +368,8 @@
       } else if (heads[row] !== ROLLOUT) {
         frame(context, box, [1, style.getPropertyValue("--line")]);
       }
-      if (layer === state.layer && heads[row] === state.head) frame(context, box, [3, style.getPropertyValue("--accent")]);
+      const chosen = layer === state.layer && heads[row] === state.head;
+      if (chosen) frame(context, box, [3, style.getPropertyValue("--accent")]);
     }));
     context.font = `11px ${style.fontFamily}`;
     context.fillStyle = style.getPropertyValue("--soft");
@@ -375,10 +378,11 @@
       const name = head === MEAN ? "mean" : headName(head);
       if (cell >= 18 || head < 0 || head % 2 === 0) context.fillText(name, 0, (row + 0.5) * cell);
     });
+    const bottom = heads.length * cell + BOTTOM / 2;
     context.textAlign = "center";
-    context.fillText("layer", LEFT / 2, heads.length * cell + BOTTOM / 2);
+    context.fillText("layer", LEFT / 2, bottom);
     layers.forEach((_, layer) => {
-      if (cell >= 20 || layer % 2 === 0) context.fillText(layer, LEFT + (layer + 0.5) * cell, heads.length * cell + BOTTOM / 2);
+      if (cell >= 20 || layer % 2 === 0) context.fillText(layer, LEFT + (layer + 0.5) * cell, bottom);
     });
     panel.grid.setAttribute("aria-label", `${panel.name}: ${said(panel, state.layer, state.head)}`);
   }
@@ -392,19 +396,23 @@
     [view.chips.hidden, view.canvas.hidden, view.list.hidden] = [!before, !grid, Boolean(grid)];
     if (grid) {
       const [, rows, columns] = grid, picture = pictures[state.input], width = clamp(view.figure.clientWidth, 80, 420);
-      const height = Math.round(width * picture.naturalHeight / picture.naturalWidth), place = marked - before;
-      const context = contextOf(view.canvas, width, height), small = { values: values.subarray(before), width: columns, height: rows };
+      const height = Math.round(width * picture.naturalHeight / picture.naturalWidth), patch = marked - before;
+      const context = contextOf(view.canvas, width, height), size = [width / columns, height / rows];
+      const small = { values: values.subarray(before), width: columns, height: rows };
       context.drawImage(picture, 0, 0, width, height);
-      context.drawImage(tile(small, most, signed(panel), (share) => 0.2 + 0.7 * root(Math.abs(share))), 0, 0, width, height);
-      const box = [place % columns * width / columns, Math.floor(place / columns) * height / rows, width / columns, height / rows];
-      if (place >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
+      const over = tile(small, most, signed(panel), (share) => 0.2 + 0.7 * root(Math.abs(share)));
+      context.drawImage(over, 0, 0, width, height);
+      const box = [patch % columns * size[0], Math.floor(patch / columns) * size[1], ...size];
+      if (patch >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
     }
     const order = range(values.length).filter((at) => Number.isFinite(values[at]));
     order.sort((one, other) => Math.abs(values[other]) - Math.abs(values[one]));
-    view.top.textContent = order.slice(0, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`).join(" · ");
-    const subject = ofKeys ? tokenName(layer, false, rowsOf(layer)[nearestRow(layer)]) : tokenName(layer, true, state.key);
+    const first = order.slice(0, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`);
+    view.top.textContent = first.join(" · ");
+    const subject = tokenName(layer, !ofKeys, ofKeys ? rowsOf(layer)[nearestRow(layer)] : state.key);
     view.caption.textContent = `${subject} ${view.text}`;
-    (grid ? view.canvas : view.list).setAttribute("aria-label", `${panel.name}: ${subject} ${view.text} ${view.top.textContent}`);
+    const label = `${panel.name}: ${subject} ${view.text} ${view.top.textContent}`;
+    (grid ? view.canvas : view.list).setAttribute("aria-label", label);
     drawBar(view.bar, most, signed(panel));
   }
 
@@ -416,7 +424,8 @@
     }
     texts.forEach((_, at) => { // only what looks another way is written, as texts may have thousands of tokens
       const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(24 * root(Math.abs(share)));
-      const kind = [at === marked && "marked", faint?.[at] && "unseen", Number.isNaN(share) && "absent", level > 14 && "strong"];
+      const absent = Number.isNaN(share);
+      const kind = [at === marked && "marked", faint?.[at] && "unseen", absent && "absent", level > 14 && "strong"];
       const looks = `${kind} ${level} ${share < 0} ${signed} ${dark.matches}`;
       if (node.looks[at] === looks) return;
       node.looks[at] = looks;
@@ -427,7 +436,8 @@
 
   function drawWhole(panel, of) {
     const { map } = of, width = clamp(panel.whole.parentNode.clientWidth, 100, 420);
-    const height = Math.round(width * clamp(map.rows / map.keys, 0.25, 1)), context = contextOf(panel.whole, width, height);
+    const height = Math.round(width * clamp(map.rows / map.keys, 0.25, 1));
+    const context = contextOf(panel.whole, width, height);
     let small = pooled(of);
     if (map.rows * map.keys <= 1 << 18) {
       small = { values: new Float32Array(map.rows * map.keys), width: map.keys, height: map.rows };
@@ -437,20 +447,24 @@
     context.drawImage(tile(small, largest(small.values), signed(panel)), 0, 0, width, height);
     frame(context, [0, nearestRow(map.layer) / map.rows * height, width, height / map.rows], [1, "#888"]);
     frame(context, [state.key / map.keys * width, 0, width / map.keys, height], [1, "#888"]);
-    panel.whole.setAttribute("aria-label", `the whole map of ${panel.name}: a row for each query, a column for each key`);
+    panel.whole.setAttribute("aria-label", `${panel.name}: a row for each query, a column for each key`);
   }
 
-  let waiting = false, timer = 0;
+  let waiting = true, timer = 0; // until the first maps are there
   function draw() {
     if (!waiting) requestAnimationFrame(() => { waiting = false; drawNow(); });
     waiting = true;
   }
   function drawNow() {
     drawGrids();
-    const places = panels.map((panel) => place(panel)), values = places.map((of) => of && [rowOf(of, nearestRow(of.map.layer)),
-      byQuery(of.map.layer, columnOf(of, clamp(state.key, 0, of.map.keys - 1)))]);
-    const most = values.map((pair) => pair && pair.map((each) => largest(each.subarray(gridOf(each.length)?.[0] || 0))));
-    const all = [0, 1].map((at) => Math.max(0, ...most.filter((pair, of) => pair && !panels[of].pair).map((pair) => pair[at])));
+    const places = panels.map((panel) => place(panel)), values = places.map((of) => of && [
+      rowOf(of, nearestRow(of.map.layer)),
+      byQuery(of.map.layer, columnOf(of, clamp(state.key, 0, of.map.keys - 1))),
+    ]);
+    const patches = (each) => each.subarray(gridOf(each.length)?.[0] || 0);
+    const most = values.map((pair) => pair && pair.map((each) => largest(patches(each))));
+    const own = most.filter((pair, of) => pair && !panels[of].pair);
+    const all = [0, 1].map((at) => Math.max(0, ...own.map((pair) => pair[at])));
     panels.forEach((panel, number) => {
       const of = places[number];
       panel.title.textContent = panel.name;
@@ -469,9 +483,10 @@
     timer = setTimeout(() => { $("said").textContent = sentence(); }, 300); // not at each step of a pointer
   }
   function sentence() {
-    const held = state.held ? " (held; Escape lets go)" : "", there = panels.filter((panel) => place(panel));
-    const found = there.map((panel) => `${panel.name}: ${panel.views.map((view) => `${view.text} ${view.top.textContent}`).join("; ")}.`);
-    return `Layer ${state.layer}, ${headName(state.head)}, ${tokenName(current(), false, state.query)}${held}. ${found.join(" ")}`;
+    const marked = tokenName(current(), false, state.query), held = state.held ? " (held; Escape lets go)" : "";
+    const of = (panel) => panel.views.map((view) => `${view.text} ${view.top.textContent}`).join("; ");
+    const found = panels.filter((panel) => place(panel)).map((panel) => `${panel.name}: ${of(panel)}.`);
+    return `Layer ${state.layer}, ${headName(state.head)}, ${marked}${held}. ${found.join(" ")}`;
   }
 
   // ---- the table of heads
@@ -482,19 +497,18 @@
     const groups = make("tr", head), line = make("tr", head), body = make("tbody", table);
     make("td", groups, { colspan: 2 });
     own.forEach((panel, number) => {
-      for (const name in STATISTICS) {
-        columns.push({ id: `${name} ${number}`, text: STATISTICS[name], value: (...at) => statistic(panel, name, ...at) });
-      }
-      if (number) columns.push({ id: `changed ${number}`, text: "changed", value: (...at) => changed([own[0], panel], ...at) });
+      const add = (id, text, value) => columns.push({ id: `${id} ${number}`, text, value });
+      for (const name in STATISTICS) add(name, STATISTICS[name], (...at) => statistic(panel, name, ...at));
+      if (number) add("changed", "changed", (...at) => changed([own[0], panel], ...at));
       make("th", groups, { colspan: number ? 4 : 3, scope: "colgroup" }, panel.name);
     });
     const rows = range(Math.max(...own.map((panel) => panel.model.layers.length))).flatMap((layer) => {
       const heads = Math.max(...own.map((panel) => panel.model.layers[layer]?.heads || 0));
-      return range(heads).map((each) => ({ layer, head: each, values: columns.map((column) => column.value(layer, each)) }));
+      return range(heads).map((of) => ({ layer, head: of, values: columns.map((column) => column.value(layer, of)) }));
     });
     for (const row of rows) {
       row.node = make("tr", null, { tabindex: 0, "data-place": `${row.layer} ${row.head}` });
-      row.values.forEach((value, at) => make(at < 2 ? "th" : "td", row.node, {}, at < 2 ? String(value) : shown(value)));
+      row.values.forEach((value, at) => make(at < 2 ? "th" : "td", row.node, {}, at < 2 ? value : shown(value)));
       row.node.addEventListener("click", () => choose(row.layer, row.head));
       row.node.addEventListener("keydown", (event) => { if (event.key === "Enter") choose(row.layer, row.head); });
     }
@@ -503,9 +517,8 @@
       const order = (row) => (Number.isFinite(row.values[at]) ? state.way * row.values[at] : Infinity); // unknown: last
       rows.sort((one, other) => order(one) - order(other) || one.layer - other.layer || one.head - other.head);
       body.replaceChildren(...rows.map((row) => row.node));
-      for (const column of columns) {
-        column.node.setAttribute("aria-sort", column.id !== state.sort ? "none" : state.way > 0 ? "ascending" : "descending");
-      }
+      const way = state.way > 0 ? "ascending" : "descending";
+      for (const column of columns) column.node.setAttribute("aria-sort", column.id === state.sort ? way : "none");
     };
     for (const column of columns) {
       column.node = make("th", line, { scope: "col" });
@@ -524,9 +537,10 @@
   async function show(input) {
     state.input = input;
     await Promise.all(panels.filter((panel) => !panel.pair).map((panel) => load(panel, input)));
-    for (const node of $("inputs").children) node.setAttribute("aria-checked", String(Number(node.dataset.input) === input));
-    choose(state.layer, state.head);
+    [...$("inputs").children].forEach((node, at) => node.setAttribute("aria-checked", at === input));
     buildTable();
+    waiting = false;
+    choose(state.layer, state.head);
     drawNow();
   }
 
@@ -545,7 +559,7 @@
     });
     pictures = inputs.map((input) => Object.assign(new Image(), input.image ? { src: input.image } : {}));
     inputs.forEach((input, index) => {
-      const button = make("button", $("inputs"), { type: "button", role: "radio", "data-input": index, title: input.name });
+      const button = make("button", $("inputs"), { type: "button", role: "radio", title: input.name });
       if (input.image) make("img", button, { src: input.image, alt: "" });
       make("span", button, {}, input.name);
       button.addEventListener("click", () => show(index));
@@ -561,7 +575,7 @@
     await show(0);
   }
 
-  const row = (panel, layer, head, at) => [...rowOf(place(panels[panel], layer, head), at)]; // of the input that is shown
+  const row = (panel, layer, head, at) => [...rowOf(place(panels[panel], layer, head), at)]; // of the input shown
   window.explorer = { state, panels, row, show, ready: begin() };
   window.explorer.ready.catch((error) => {
     $("problem").hidden = false;

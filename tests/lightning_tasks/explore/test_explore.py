@@ -2,6 +2,7 @@
 
 import html
 import shutil
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def test_whose_map_it_is(images):
     assert (first["mechanism"], first["passes"]) == ("rpc", 3)
     assert (second["mechanism"], second["passes"]) == ("softmax", 1)
     assert "rpc in 1 of 2 layers, the last of its 3 passes" in page.html
-    for said in ("attnswap.attention_maps", "VisionTransformer", "attnswap.explore(...)", f"torch {torch.__version__}"):
+    for said in ("attnswap.attention_maps", "VisionTransformer", "attnswap.explore(...)", f"torch {version('torch')}"):
         assert said in page.html
 
 
@@ -88,7 +89,9 @@ def test_causal_padded_and_cross_maps():
     padding = torch.arange(6).expand(2, -1) >= 4
     inputs = (torch.randn(2, 6, 16), torch.randn(2, 5, 16), padding)
     tokens, source = [list("abcde")] * 2, [list("uvwxyz")] * 2
-    page = explore(Translator(), inputs, tokens=tokens, source_tokens=source, layers=["*attn"])
+    page = explore(
+        Translator(), inputs, tokens=tokens, source_tokens=source, layers=["*.self_attn", "*.multihead_attn"]
+    )
     data = data_of(page.html)["models"][0]
     layers = data["layers"]
     assert [(each["cross"], each["source"], each["queries"], each["keys"]) for each in layers] == [

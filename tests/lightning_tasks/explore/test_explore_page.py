@@ -17,6 +17,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 DRIVER = shutil.which("chromedriver")
 ROWS = """const [model, layer, rows] = arguments;
 return [0, 1, 2].map(head => [...Array(rows).keys()].map(at => explorer.row(model, layer, head, at)));"""
+LAYERS = ["*.self_attn", "*.multihead_attn"]
 ARROW = "document.querySelector('canvas').dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
 BOXES = "return [...document.querySelectorAll('.panel, figure')].map(each => [each.scrollWidth, each.clientWidth])"
 
@@ -186,7 +187,7 @@ def test_every_kind_of_small_map_and_scale_is_drawn(linked):
 def test_text_that_is_causal_padded_or_of_another_language(opened):
     padding = torch.arange(6).expand(1, -1) >= 4
     inputs = (torch.randn(1, 6, 16), torch.randn(1, 5, 16), padding)
-    page = explore(Translator(), inputs, tokens=[list("abcde")], source_tokens=[list("uvwxyz")], layers=["*attn"])
+    page = explore(Translator(), inputs, tokens=[list("abcde")], source_tokens=[list("uvwxyz")], layers=LAYERS)
     browser = opened(page)
     assert texts(browser, ".list .unseen") == ["y", "z"]
     lists = nodes(browser, ".list")
@@ -196,7 +197,7 @@ def test_text_that_is_causal_padded_or_of_another_language(opened):
     drawn(browser)
     assert [node.text for node in lists[0].find_elements("css selector", "span")] == list("abcde")
     point(browser, lists[0].find_elements("css selector", "span")[0], 0.5, 0.5)
-    assert texts(browser, ".top")[0].startswith("“a” (0) 1 · ")  # the first sees itself alone
+    assert texts(browser, ".top")[0].startswith("“a” (0) 1.00 · ")  # the first sees itself alone
     browser.execute_script(ARROW)
     drawn(browser)
     point(browser, lists[0].find_elements("css selector", "span")[3], 0.5, 0.5)  # a key
