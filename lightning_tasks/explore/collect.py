@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from lightning_tasks.errors import UsageError
 
-MOST_BYTES = 1 << 26  # of the maps of a page before they are compressed: what a browser holds
+MOST_BYTES = 3 << 24  # of the maps of a page before they are compressed: what a browser holds
 MOST_MODELS = 4
 FEWEST_ROWS = 8
 _CURE = "show fewer inputs, or fewer layers (layers=[0, -1], --layers 0,-1)"
@@ -68,6 +69,8 @@ def collect(
     for shown, found in zip(models, seen, strict=True):
         maps, rolled, reason = _maps(shown, layers, found)
         blobs.append([packed([one[sample] for one in (*maps, *rolled)]) for sample in range(samples)])
+        for layer, one in zip(found, maps, strict=True):  # padding, say
+            layer["unseen"] = [(each == 0).flatten(0, 1).all(0).nonzero().flatten().tolist() for each in one]
         about = {"class": type(shown.model).__name__, **shown.about}
         described.append(
             {"name": shown.label, "about": about, "layers": found, "rollout": bool(rolled), "no_rollout": reason}
@@ -131,8 +134,8 @@ def _choose_rows(layers: Sequence[dict[str, Any]], rows: Sequence[int] | None) -
         UsageError: if the page would be too large, or there is no such row.
     """
 
-    def needed(most: int) -> int:  # with two numbers for the steps of each row
-        return sum(each["samples"] * each["heads"] * min(most, each["queries"]) * (each["keys"] + 8) for each in layers)
+    def needed(most: int) -> int:
+        return sum(each["samples"] * each["heads"] * min(most, each["queries"]) * each["keys"] for each in layers)
 
     longest = max(layer["queries"] for layer in layers)
     least = min(FEWEST_ROWS, longest) if rows is None else len(rows)
@@ -178,19 +181,27 @@ def _maps(
 
 
 def packed(maps: Sequence[Tensor]) -> str:
-    """Maps ``[H, R, M]`` of one sample: each row in 256 steps from its lowest value (0 at most) to its largest.
+    """Maps ``[H, R, M]`` of one sample, in steps of 1/128 of each head's range from its lowest value (0 at most) up.
 
-    First the ends of all rows, float32: of each map all lowest, then all largest (NaN where a row is not finite). Then
-    the steps, each row less the one before it. Deflated, in base64.
+    Where no value is negative, the steps of a row are halved as often as its largest value allows. Four parts: lowest
+    value and range of each head, float32; how often the steps of each row are halved (255: it is not finite); the
+    median of each column, in steps; and the steps of each row less the medians. Deflated, in base64.
     """
-    ends, steps = [], []
+    parts: list[list[bytes]] = [[], [], [], []]
     for one in maps:
-        values = one.float().cpu().numpy()
+        values = one.double().cpu().numpy()
         finite = np.isfinite(values).all(-1)
         values = np.where(finite[..., None], values, 0.0)
-        low, high = np.minimum(values.min(-1), 0.0), np.maximum(values.max(-1), 0.0)
-        width = np.where(high > low, high - low, 1.0)[..., None]
-        codes = np.rint((values - low[..., None]) / width * 255).astype(np.uint8)
-        ends += [np.where(finite, end, np.nan).astype("<f4").tobytes() for end in (low, high)]
-        steps.append(np.diff(codes, axis=1, prepend=np.uint8(0)).tobytes())
-    return base64.b64encode(zlib.compress(b"".join([*ends, *steps]), 9)).decode("ascii")
+        low = np.minimum(values.min((1, 2)), 0.0).astype("<f4")
+        width = (np.maximum(values.max((1, 2)), 0.0) - low).astype("<f4")
+        width[width == 0] = 1.0
+        largest = np.where(low[:, None] < 0, width[:, None], np.maximum(values.max(-1), width[:, None] * 2.0**-99))
+        halved = np.floor(np.log2(width[:, None] / largest)).clip(0, 99)
+        steps = (values - low[:, None, None]) / width[:, None, None] * 128 * 2 ** halved[..., None]
+        codes = np.rint(steps).astype(np.uint8)
+        median = np.median(codes, axis=1, keepdims=True).astype(np.uint8)
+        ends, exponents = np.stack([low, width], 1), np.where(finite, halved, 255).astype(np.uint8)
+        for part, each in zip(parts, (ends, exponents, median, codes - median), strict=True):
+            part.append(each.tobytes())
+    deflate = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_FILTERED)
+    return base64.b64encode(deflate.compress(b"".join(chain(*parts))) + deflate.flush()).decode("ascii")

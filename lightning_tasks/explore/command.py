@@ -66,10 +66,11 @@ def main(arguments: Sequence[str]) -> None:
         for text, mechanism, built in mechanisms:
             model = subject.model if mechanism == OWN else _swapped(subject.model, text, mechanism, built, options)
             shown.append(Shown(_label(name, text, options), model, inputs, _about(name, text, options)))
+    page |= {"made_by": join(["attnswap", "explore", *arguments])}
+    if len(options.models) == 1 and options.mechanism:  # whose names on the page are the mechanisms alone
+        page |= {"title": f"{Path(options.models[0]).name}: "}
     with eager():
-        found = explore_shown(
-            shown, **page, layers=layers, rows=rows, made_by=join(["attnswap", "explore", *arguments])
-        )
+        found = explore_shown(shown, **page, layers=layers, rows=rows)
     path = found.save(options.output)
     print(f"explore: {path} ({path.stat().st_size:,} bytes)")
 

@@ -40,24 +40,28 @@
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
 
-  // What `packed` of collect.py made: ends of all rows, then their steps, each row less the one before it.
+  // What `packed` of collect.py made: the values of a row are low + step · code.
   function unpacked(model, bytes) {
     const alone = model.layers.find((layer) => !layer.cross);
     const layers = [...model.layers, ...(model.rollout ? [{ ...alone, heads: 1 }] : [])];
-    const maps = layers.map((layer) => ({ layer, heads: layer.heads, keys: layer.keys, rows: rowsOf(layer).length, pools: [] }));
-    let end = 0, step = maps.reduce((sum, map) => sum + 8 * map.heads * map.rows, 0);
-    for (const map of maps) {
-      const { heads, rows, keys } = map, count = heads * rows;
-      map.low = new Float32Array(bytes.buffer, end, count);
-      map.high = new Float32Array(bytes.buffer, end + 4 * count, count);
-      map.steps = bytes.subarray(step, step + count * keys);
-      map.signed = map.low.some((value) => value < -1e-6);
-      end += 8 * count;
-      step += count * keys;
-      for (let row = 0; row < count; row++) {
-        if (row % rows) for (let at = row * keys; at < (row + 1) * keys; at++) map.steps[at] += map.steps[at - keys];
+    const maps = layers.map((layer) => ({ ...layer, layer, rows: rowsOf(layer).length, pools: [] }));
+    let start = 0;
+    const part = (size) => maps.map((map) => bytes.subarray(start, (start += size(map))));
+    const ends = part(({ heads }) => 8 * heads).map((each) => new Float32Array(each.slice().buffer));
+    const halved = part(({ heads, rows }) => heads * rows), medians = part(({ heads, keys }) => heads * keys);
+    const codes = part(({ heads, rows, keys }) => heads * rows * keys);
+    maps.forEach((map, number) => {
+      const { heads, rows, keys } = map, median = medians[number];
+      map.codes = codes[number];
+      map.low = Float32Array.from(range(heads * rows), (row) => ends[number][2 * Math.floor(row / rows)]);
+      map.step = Float32Array.from(halved[number], (times, row) => (
+        times === 255 ? NaN : ends[number][2 * Math.floor(row / rows) + 1] / 128 / 2 ** times));
+      map.signed = map.low.some((value) => value < 0);
+      for (let row = 0, at = 0; row < heads * rows; row++) {
+        const first = Math.floor(row / rows) * keys;
+        for (let key = 0; key < keys; key++) map.codes[at++] += median[first + key];
       }
-    }
+    });
     return maps;
   }
 
@@ -87,14 +91,13 @@
     if (minus) again(minus).forEach((value, at) => { found[at] -= value; });
     return found;
   }
-  const rowOf = (of, row) => summed(of, of.map.keys, (found, { low, high, steps, keys }, first, share) => {
-    const at = first + row, bottom = low[at] * share, step = (high[at] - low[at]) / 255 * share;
-    for (let key = 0; key < keys; key++) found[key] += bottom + step * steps[at * keys + key];
+  const rowOf = (of, row) => summed(of, of.map.keys, (found, { low, step, codes, keys }, first, share) => {
+    const at = first + row, bottom = low[at] * share, factor = step[at] * share;
+    for (let key = 0; key < keys; key++) found[key] += bottom + factor * codes[at * keys + key];
   }, (minus) => rowOf(minus, row));
-  const columnOf = (of, key) => summed(of, of.map.rows, (found, { low, high, steps, keys, rows }, first, share) => {
+  const columnOf = (of, key) => summed(of, of.map.rows, (found, { low, step, codes, keys, rows }, first, share) => {
     for (let row = 0; row < rows; row++) {
-      const at = first + row;
-      found[row] += (low[at] + (high[at] - low[at]) / 255 * steps[at * keys + key]) * share;
+      found[row] += (low[first + row] + step[first + row] * codes[(first + row) * keys + key]) * share;
     }
   }, (minus) => columnOf(minus, key));
 
@@ -107,25 +110,17 @@
     }, (minus) => pooled(minus).values);
     return { values, width, height };
   }
-  function pooledHead({ low, high, steps, keys, rows }, first, height, width) {
+  function pooledHead({ low, step, codes, keys, rows }, first, height, width) {
     const values = new Float32Array(height * width), counts = new Float32Array(height * width);
     const columns = Uint16Array.from(range(keys), (key) => key * width / keys);
     for (let row = 0; row < rows; row++) {
-      const at = first + row, step = (high[at] - low[at]) / 255, line = Math.floor(row * height / rows) * width;
+      const at = first + row, line = Math.floor(row * height / rows) * width;
       for (let key = 0; key < keys; key++) {
-        values[line + columns[key]] += low[at] + step * steps[at * keys + key];
+        values[line + columns[key]] += low[at] + step[at] * codes[at * keys + key];
         counts[line + columns[key]]++;
       }
     }
     return values.map((value, at) => value / counts[at]);
-  }
-
-  // Keys that no row attends to, as those of padding.
-  function unseen(map) {
-    map.unseen ||= new Uint8Array(map.keys).fill(map.signed ? 0 : 1);
-    if (!map.looked) map.steps.forEach((step, at) => { if (step) map.unseen[at % map.keys] = 0; });
-    map.looked = true;
-    return map.unseen;
   }
 
   // Half the sum of |difference| in a row, mean over the rows.
@@ -159,16 +154,22 @@
   }
   const css = ([red, green, blue, opacity]) => `rgba(${red | 0}, ${green | 0}, ${blue | 0}, ${opacity})`;
 
+  const tables = {};
+  function tableOf(signed) { // colors of shares from -1 to 1
+    const id = `${signed} ${$("root").checked} ${dark.matches}`;
+    return (tables[id] ||= range(513).map((at) => color((at - 256) / 256, signed)));
+  }
   const scratch = document.createElement("canvas");
   function tile({ values, width, height }, most, signed, opacity = null) { // a picture with a pixel for each value
     scratch.width = width;
     scratch.height = height;
     const context = scratch.getContext("2d"), pixels = context.createImageData(width, height);
-    const table = range(513).map((at) => color((at - 256) / 256, signed));
+    const table = tableOf(signed), unknown = color(NaN), { data } = pixels;
     for (let at = 0; at < values.length; at++) {
       const share = clamp(values[at] / (most || 1), -1, 1);
-      const [red, green, blue, alpha] = Number.isFinite(share) ? table[Math.round(256 * share) + 256] : color(share);
-      pixels.data.set([red, green, blue, 255 * (opacity && !signed ? opacity(share) : alpha)], 4 * at);
+      const found = Number.isNaN(share) ? unknown : table[Math.round(256 * share) + 256];
+      for (let part = 0; part < 3; part++) data[4 * at + part] = found[part];
+      data[4 * at + 3] = 255 * (opacity && !signed ? opacity(share) : found[3]);
     }
     context.putImageData(pixels, 0, 0);
     return scratch;
@@ -178,8 +179,9 @@
     const node = make("div", parent, { class: "bar", "aria-hidden": "true" });
     return [make("span", node), make("i", node), make("span", node)];
   }
-  function drawBar([low, strip, high], most, signed) {
-    const stops = range(13).map((at) => css(color(signed ? at / 6 - 1 : at / 12, signed)));
+  const shade = (share, signed) => [...poles()[signed && share > 0 ? 1 : 0], root(Math.abs(share))]; // behind a token
+  function drawBar([low, strip, high], most, signed, colors = color) {
+    const stops = range(13).map((at) => css(colors(signed ? at / 6 - 1 : at / 12, signed)));
     strip.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
     low.textContent = signed ? shown(-most) : "0";
     high.textContent = shown(most);
@@ -231,7 +233,7 @@
     at = clamp(at, 0, countOf(layer, ofKeys) - 1);
     if (ofKeys || !layer.cross) state.key = at;
     if (!ofKeys || !layer.cross) state.query = at;
-    draw();
+    draw(false);
   }
   function choose(layer, head) {
     const layers = Math.max(...models.map((model) => model.layers.length));
@@ -249,8 +251,9 @@
     panel.node = make("article", $("panels"), { class: "panel" });
     panel.title = make("h2", panel.node);
     panel.caption = make("p", panel.node, { class: "caption" });
-    panel.scroll = make("div", panel.node, { class: "scroll" });
-    panel.grid = make("canvas", panel.scroll, { tabindex: 0, role: "application",
+    panel.body = make("div", panel.node, { class: "body" });
+    const left = make("div", panel.body, { class: "left" });
+    panel.grid = make("canvas", make("div", left, { class: "scroll" }), { tabindex: 0, role: "application",
       "aria-roledescription": "grid of attention maps; arrow keys choose layer and head" });
     panel.grid.addEventListener("click", (event) => choose(...cellAt(panel, event)));
     panel.grid.addEventListener("pointermove", (event) => { panel.grid.title = said(panel, ...cellAt(panel, event)); });
@@ -260,10 +263,10 @@
       const [across, down] = ARROWS[event.key], heads = gridHeads(), at = heads.indexOf(state.head) + down;
       choose(state.layer + across, heads[clamp(at, 0, heads.length - 1)]);
     });
-    panel.gridBar = scaleBar(panel.node);
-    const views = make("div", panel.node, { class: "views" });
+    panel.gridBar = scaleBar(left);
+    const views = make("div", panel.body, { class: "views" });
     panel.views = [buildView(views, true, "attends to"), buildView(views, false, "is attended by")];
-    const whole = make("details", panel.node, inputs[0].image ? {} : { open: "" });
+    const whole = make("details", views, inputs[0].image ? {} : { open: "" });
     make("summary", whole, {}, "the whole map");
     panel.whole = make("canvas", whole, { class: "whole", role: "img" });
     whole.addEventListener("toggle", draw);
@@ -318,7 +321,8 @@
   function said(panel, layer, head) {
     const name = layersOf(panel)[layer]?.name, of = `layer ${layer}${name ? ` (${name})` : ""}, ${headName(head)}`;
     if (!place(panel, layer, head)) return `${of}: ${panel.pair ? "the maps have two sizes" : "not in this model"}`;
-    const numbers = Object.keys(STATISTICS).map((each) => `${STATISTICS[each]} ${shown(statistic(panel, each, layer, head))}`);
+    const number = (each) => `${STATISTICS[each]} ${shown(statistic(panel, each, layer, head))}`;
+    const numbers = Object.keys(STATISTICS).map(number);
     return head === ROLLOUT ? of : [of, ...numbers].join(", ");
   }
 
@@ -349,15 +353,27 @@
       const common = shared || panel.pair || kind in STATISTICS; // else each map has its own scale
       const scale = panel.pair || !(shared || kind in STATISTICS) ? most[at] : all;
       drawGrid(panel, heads, cells[at], common ? scale : null);
-      panel.gridBar[0].parentNode.hidden = !common;
+      panel.gridBar[0].parentNode.style.visibility = common ? "" : "hidden";
       if (common) drawBar(panel.gridBar, scale, signed(panel));
     });
+  }
+  function topOf(values, count) {
+    const found = [];
+    values.forEach((value, at) => {
+      const larger = found.findIndex((other) => Math.abs(value) > Math.abs(values[other]));
+      const place = larger < 0 ? found.length : larger;
+      if (Number.isFinite(value) && place < count) found.splice(place, 0, at);
+      if (found.length > count) found.pop();
+    });
+    return found;
   }
   const signed = (panel) => Boolean(panel.pair) || panel.maps.some((map) => map.signed);
 
   function drawGrid(panel, heads, cells, scale) {
     const layers = layersOf(panel), style = getComputedStyle(document.body);
-    panel.cell = clamp(Math.floor((panel.scroll.clientWidth - LEFT) / layers.length), 16, 64);
+    const [wide, high] = [panel.body.clientWidth - LEFT, Math.max(400, window.innerHeight * 0.45)];
+    const fits = Math.min(wide / layers.length, high / heads.length);
+    panel.cell = clamp(Math.floor(fits), 16, 64);
     const { cell } = panel, size = cell - 2;
     const context = contextOf(panel.grid, LEFT + layers.length * cell, heads.length * cell + BOTTOM);
     cells.forEach((line, row) => line.forEach((each, layer) => {
@@ -392,7 +408,8 @@
     const marked = clamp(ofKeys ? state.key : state.query, 0, values.length - 1);
     const names = grid ? [] : namesOf(layer, ofKeys) || range(values.length).map(String);
     colorTokens(view.chips, range(before).map((at) => `token ${at}`), values, most, signed(panel), marked);
-    colorTokens(view.list, names, values, most, signed(panel), marked, ofKeys ? unseen(of.map) : null);
+    const unseen = ofKeys || !layer.cross ? layer.unseen[state.input] : [];
+    colorTokens(view.list, names, values, most, signed(panel), marked, unseen);
     [view.chips.hidden, view.canvas.hidden, view.list.hidden] = [!before, !grid, Boolean(grid)];
     if (grid) {
       const [, rows, columns] = grid, picture = pictures[state.input], width = clamp(view.figure.clientWidth, 80, 420);
@@ -405,32 +422,31 @@
       const box = [patch % columns * size[0], Math.floor(patch / columns) * size[1], ...size];
       if (patch >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
     }
-    const order = range(values.length).filter((at) => Number.isFinite(values[at]));
-    order.sort((one, other) => Math.abs(values[other]) - Math.abs(values[one]));
-    const first = order.slice(0, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`);
+    const first = topOf(values, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`);
     view.top.textContent = first.join(" · ");
     const subject = tokenName(layer, !ofKeys, ofKeys ? rowsOf(layer)[nearestRow(layer)] : state.key);
     view.caption.textContent = `${subject} ${view.text}`;
     const label = `${panel.name}: ${subject} ${view.text} ${view.top.textContent}`;
     (grid ? view.canvas : view.list).setAttribute("aria-label", label);
-    drawBar(view.bar, most, signed(panel));
+    drawBar(view.bar, most, signed(panel), grid ? color : shade);
   }
 
-  function colorTokens(node, texts, values, most, signed, marked, faint = null) {
+  function colorTokens(node, texts, values, most, signed, marked, faint = []) {
     if (node.texts !== JSON.stringify(texts)) {
       node.texts = JSON.stringify(texts);
       node.replaceChildren(...texts.map((text, at) => make("span", null, { "data-at": at }, text)));
       node.looks = [];
     }
+    const unseen = new Set(faint);
     texts.forEach((_, at) => { // only what looks another way is written, as texts may have thousands of tokens
-      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(24 * root(Math.abs(share)));
+      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(24 * root(Math.abs(share))); // steps
       const absent = Number.isNaN(share);
-      const kind = [at === marked && "marked", faint?.[at] && "unseen", absent && "absent", level > 14 && "strong"];
+      const kind = [at === marked && "marked", unseen.has(at) && "unseen", absent && "absent", level > 14 && "strong"];
       const looks = `${kind} ${level} ${share < 0} ${signed} ${dark.matches}`;
       if (node.looks[at] === looks) return;
       node.looks[at] = looks;
       node.children[at].className = kind.filter(Boolean).join(" ");
-      node.children[at].style.background = level ? css([...poles()[signed && share > 0 ? 1 : 0], level / 24]) : "";
+      node.children[at].style.background = level ? css(shade(share, signed)) : "";
     });
   }
 
@@ -450,13 +466,15 @@
     panel.whole.setAttribute("aria-label", `${panel.name}: a row for each query, a column for each key`);
   }
 
-  let waiting = true, timer = 0; // until the first maps are there
-  function draw() {
+  let waiting = true, timer = 0, stale = true; // waiting until the first maps are there
+  function draw(grids = true) { // or only what the marked token changes
+    stale ||= Boolean(grids);
     if (!waiting) requestAnimationFrame(() => { waiting = false; drawNow(); });
     waiting = true;
   }
   function drawNow() {
-    drawGrids();
+    if (stale || ["from", "to"].includes($("thumbs").value)) drawGrids();
+    stale = false;
     const places = panels.map((panel) => place(panel)), values = places.map((of) => of && [
       rowOf(of, nearestRow(of.map.layer)),
       byQuery(of.map.layer, columnOf(of, clamp(state.key, 0, of.map.keys - 1))),
@@ -539,8 +557,8 @@
     await Promise.all(panels.filter((panel) => !panel.pair).map((panel) => load(panel, input)));
     [...$("inputs").children].forEach((node, at) => node.setAttribute("aria-checked", at === input));
     buildTable();
-    waiting = false;
     choose(state.layer, state.head);
+    waiting = false;
     drawNow();
   }
 

@@ -82,8 +82,9 @@ def explore(
 ) -> Explorer:
     """A page of every attention map of a model, or of two to four side by side, with their differences.
 
-    The maps are those of :func:`attnswap.attention_maps`: what acts on the values, whatever the mechanism. Each row is
-    kept in 256 steps from its lowest value (at most 0) to its largest. No model is changed.
+    The maps are those of :func:`attnswap.attention_maps`: what acts on the values, whatever the mechanism. Values are
+    off by at most 1/256 of their head's range, and where none is negative, by 1/128 of their row's largest. No model is
+    changed.
 
     Args:
         models: one, or up to four by the names that the page gives them.
@@ -129,8 +130,9 @@ def explore_shown(
     rows: Sequence[int] | None = None,
     names: Sequence[str] | None = None,
     made_by: str = "attnswap.explore(...)",
+    title: str = "",
 ) -> Explorer:
-    """As :func:`explore`, of models with inputs of their own; ``names`` of the inputs, ``made_by`` a command."""
+    """As :func:`explore`, of models with inputs of their own; ``title`` comes before the models' names."""
     given = {"images": images, "tokens": tokens, "source_tokens": source_tokens, "names": names}
     counts = {name: len(each) for name, each in given.items() if each is not None}
     if len(set(counts.values())) > 1 or 0 in counts.values():
@@ -147,7 +149,7 @@ def explore_shown(
         }
         for index in range(len(blobs[0]))
     ]
-    return Explorer(_render({"models": models, "inputs": samples, "grids": grids}, blobs, made_by))
+    return Explorer(_render({"models": models, "inputs": samples, "grids": grids}, blobs, made_by, title))
 
 
 def _picture(image: Tensor) -> str:
@@ -164,7 +166,7 @@ def _picture(image: Tensor) -> str:
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
 
 
-def _render(data: dict[str, Any], blobs: Sequence[Sequence[str]], made_by: str) -> str:
+def _render(data: dict[str, Any], blobs: Sequence[Sequence[str]], made_by: str, title: str) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -181,6 +183,7 @@ def _render(data: dict[str, Any], blobs: Sequence[Sequence[str]], made_by: str) 
         digest=base64.b64encode(sha256(script.encode()).digest()).decode("ascii"),
         style=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
         made_by=made_by,
+        title=title,
         code=ran.code,
         versions=ran.versions,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

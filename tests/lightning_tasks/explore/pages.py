@@ -52,13 +52,17 @@ def maps_of(html, model, sample):
         alone = next(layer for layer in layers if not layer["cross"])
         layers.append({**alone, "heads": 1})
     shapes = [(each["heads"], len(each["rows"] or range(each["queries"])), each["keys"]) for each in layers]
-    start = sum(8 * heads * rows for heads, rows, _ in shapes)
-    ends, steps, maps = np.frombuffer(content[:start], "<f4"), np.frombuffer(content[start:], np.uint8), []
-    for heads, rows, keys in shapes:
-        low, high = ends[: 2 * heads * rows].reshape(2, heads, rows, 1)
-        codes = np.cumsum(steps[: heads * rows * keys].reshape(heads, rows, keys), 1, dtype=np.uint8)
-        maps.append(torch.tensor(low + (high - low) / 255 * codes))
-        ends, steps = ends[2 * heads * rows :], steps[heads * rows * keys :]
-    assert not len(ends)
-    assert not len(steps)
+    start, parts = 0, []
+    for size in (lambda h, r, m: 8 * h, lambda h, r, m: h * r, lambda h, r, m: h * m, lambda h, r, m: h * r * m):
+        parts.append([])
+        for shape in shapes:
+            parts[-1].append(np.frombuffer(content[start : start + size(*shape)], np.uint8))
+            start += size(*shape)
+    assert start == len(content)
+    maps = []
+    for (heads, rows, keys), ends, halved, median, codes in zip(shapes, *parts, strict=True):
+        low, width = ends.view("<f4").reshape(heads, 2, 1, 1).swapaxes(0, 1)
+        steps = codes.reshape(heads, rows, keys) + median.reshape(heads, 1, keys)
+        times = halved.reshape(heads, rows, 1).astype(float)
+        maps.append(torch.tensor(low + np.where(times == 255, np.nan, width / 128 / 2**times) * steps).float())
     return maps

@@ -38,9 +38,10 @@ def images():
 
 
 def near(found, wanted):
-    """Equal to 1/255 of each row's scale."""
-    scale = (wanted.amax(-1, True).clamp(min=0) - wanted.amin(-1, True).clamp(max=0)) / 255
-    assert ((found - wanted).abs() <= scale + 1e-7).all()
+    """Equal to 1/255 of each head's range, and, where nothing is negative, to 1/128 of each row's largest value."""
+    scale = wanted.amax((-2, -1), True).clamp(min=0) - wanted.amin((-2, -1), True).clamp(max=0)
+    rows = wanted.amax(-1, True) / 128 if (wanted >= 0).all() else scale
+    assert ((found - wanted).abs() <= torch.minimum(scale / 255, rows) + 1e-7).all()
 
 
 def test_values_are_those_of_attention_maps(models, images):
@@ -104,6 +105,7 @@ def test_causal_padded_and_cross_maps():
     assert (encoder[..., 4:] == 0).all()
     assert (cross[..., 4:] == 0).all()
     assert (decoder.triu(1) == 0).all()
+    assert [each["unseen"][1] for each in layers] == [[4, 5], [], [4, 5]]
     assert data_of(page.html)["inputs"][1] == {
         "name": "input 2",
         "image": None,
@@ -119,11 +121,11 @@ def test_rows_are_chosen_where_there_are_many(models, images, monkeypatch):
     wanted = attention_maps(models["softmax"], images)["blocks.1.attn"][1][:, [0, 3, 16]]
     near(maps_of(page.html, 0, 1)[1], wanted)
     assert "3 of 17: 0, 3, 16" in page.html
-    monkeypatch.setattr(collect, "MOST_BYTES", 2 * 2 * 3 * 10 * (17 + 8))  # inputs, layers, heads, rows, keys
+    monkeypatch.setattr(collect, "MOST_BYTES", 2 * 2 * 3 * 10 * 17)  # inputs, layers, heads, rows, keys
     found = data_of(explore(models["softmax"], images).html)["models"][0]["layers"]
     assert found[0]["rows"] == np.linspace(0, 16, 10).round().astype(int).tolist()
     monkeypatch.setattr(collect, "MOST_BYTES", 1000)
-    with pytest.raises(UsageError, match=r"8 rows .* 2,400 bytes, and a page holds 1,000: show fewer inputs, or fewer"):
+    with pytest.raises(UsageError, match=r"8 rows .* 1,632 bytes, and a page holds 1,000: show fewer inputs, or fewer"):
         explore(models["softmax"], images)
 
 
