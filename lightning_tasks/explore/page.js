@@ -372,8 +372,7 @@
   function drawGrid(panel, heads, cells, scale) {
     const layers = layersOf(panel), style = getComputedStyle(document.body);
     const [wide, high] = [panel.body.clientWidth - LEFT, Math.max(400, window.innerHeight * 0.45)];
-    const fits = Math.min(wide / layers.length, high / heads.length);
-    panel.cell = clamp(Math.floor(fits), 16, 64);
+    panel.cell = clamp(Math.floor(Math.min(wide / layers.length, high / heads.length)), 16, 64);
     const { cell } = panel, size = cell - 2;
     const context = contextOf(panel.grid, LEFT + layers.length * cell, heads.length * cell + BOTTOM);
     cells.forEach((line, row) => line.forEach((each, layer) => {
@@ -422,12 +421,11 @@
       const box = [patch % columns * size[0], Math.floor(patch / columns) * size[1], ...size];
       if (patch >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
     }
-    const first = topOf(values, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`);
-    view.top.textContent = first.join(" · ");
+    const top = topOf(values, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`).join(" · ");
+    view.top.textContent = top;
     const subject = tokenName(layer, !ofKeys, ofKeys ? rowsOf(layer)[nearestRow(layer)] : state.key);
     view.caption.textContent = `${subject} ${view.text}`;
-    const label = `${panel.name}: ${subject} ${view.text} ${view.top.textContent}`;
-    (grid ? view.canvas : view.list).setAttribute("aria-label", label);
+    (grid ? view.canvas : view.list).setAttribute("aria-label", `${panel.name}: ${subject} ${view.text} ${top}`);
     drawBar(view.bar, most, signed(panel), grid ? color : shade);
   }
 
@@ -593,7 +591,7 @@
     await show(0);
   }
 
-  const row = (panel, layer, head, at) => [...rowOf(place(panels[panel], layer, head), at)]; // of the input shown
+  const row = (panel, ...of) => [...rowOf(place(panels[panel], ...of.slice(0, 2)), of[2])]; // of the input shown
   window.explorer = { state, panels, row, show, ready: begin() };
   window.explorer.ready.catch((error) => {
     $("problem").hidden = false;

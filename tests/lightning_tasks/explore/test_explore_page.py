@@ -82,6 +82,7 @@ def point(browser, node, across, down, click=False):
     """Move the pointer to a place in a node, in shares of its width and height."""
     from selenium.webdriver import ActionChains
 
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", node)
     size = node.size
     chain = ActionChains(browser).move_to_element_with_offset(
         node, round((across - 0.5) * size["width"]), round((down - 0.5) * size["height"])
@@ -113,7 +114,7 @@ def test_values_are_those_of_attention_maps(linked, swapped, images):
 
 def test_a_pointer_over_a_patch_marks_it_in_every_model(linked):
     assert texts(linked, ".panel h2") == ["softmax", "symmetric", "symmetric − softmax"]
-    canvases = nodes(linked, ".views canvas")
+    canvases = nodes(linked, "figure canvas")
     point(linked, canvases[2], 0.9, 0.1)  # what the marked patch attends to, of the second model
     assert set(texts(linked, ".views figcaption")) == {"patch 0,3 attends to", "patch 0,3 is attended by"}
     tops = texts(linked, ".top")
@@ -141,7 +142,7 @@ def test_keys_choose_heads_and_tokens(linked):
     grid.send_keys(Keys.ARROW_DOWN)
     drawn(linked)
     assert "rollout" in texts(linked, ".caption")[0]
-    canvas = nodes(linked, ".views canvas")[0]
+    canvas = nodes(linked, "figure canvas")[0]
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN)
     drawn(linked)
     assert linked.execute_script("return explorer.state.query") == 5
@@ -189,7 +190,7 @@ def test_text_that_is_causal_padded_or_of_another_language(opened):
     inputs = (torch.randn(1, 6, 16), torch.randn(1, 5, 16), padding)
     page = explore(Translator(), inputs, tokens=[list("abcde")], source_tokens=[list("uvwxyz")], layers=LAYERS)
     browser = opened(page)
-    assert texts(browser, ".list .unseen") == ["y", "z"]
+    assert texts(browser, ".list .unseen") == ["y", "z"] * 2  # in both views
     lists = nodes(browser, ".list")
     point(browser, lists[0].find_elements("css selector", "span")[2], 0.5, 0.5)
     assert texts(browser, "figcaption") == ["“w” (2) attends to", "“w” (2) is attended by"]
