@@ -52,6 +52,7 @@ def main(arguments: Sequence[str]) -> None:
             f"{len(options.models)} models with {len(mechanisms)} mechanisms each are more than the {MOST_MODELS} "
             "that a page shows: leave some out"
         )
+    given: dict[str, Any]  # pictures or lines by their names
     given = _pictures(options.images, options.count) if options.images else _lines(options.text, options.count)
     shown: list[Shown] = []
     page: dict[str, Any] = {"names": list(given)}

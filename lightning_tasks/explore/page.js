@@ -4,8 +4,7 @@
   const $ = (id) => document.getElementById(id);
   const { models, inputs, grids } = JSON.parse($("data").textContent);
   const MEAN = -1, ROLLOUT = -2; // in place of a head's number
-  const POOL = 48; // pixels of a whole map made small
-  const LEFT = 50, BOTTOM = 18; // pixels beside and below a grid, for names
+  const POOL = 48, LEFT = 50, BOTTOM = 18; // pixels: of a whole map made small; beside and below a grid, for names
   const STATISTICS = { entropy: "entropy", sink: "sink mass", logit: "largest logit" };
   const VIRIDIS = [[68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140],
     [34, 168, 132], [68, 191, 112], [122, 209, 81], [189, 223, 38], [253, 231, 37]];
@@ -32,7 +31,6 @@
   };
 
   // ---- maps: bytes of the page, and rows and columns of them
-
   async function inflated(text) {
     const raw = atob(text), bytes = new Uint8Array(raw.length);
     for (let at = 0; at < raw.length; at++) bytes[at] = raw.charCodeAt(at);
@@ -111,7 +109,7 @@
     return { values, width, height };
   }
   function pooledHead({ low, step, codes, keys, rows }, first, height, width) {
-    const values = new Float32Array(height * width), counts = new Float32Array(height * width);
+    const [values, counts] = [0, 0].map(() => new Float32Array(height * width));
     const columns = Uint16Array.from(range(keys), (key) => key * width / keys);
     for (let row = 0; row < rows; row++) {
       const at = first + row, line = Math.floor(row * height / rows) * width;
@@ -142,7 +140,6 @@
   }
 
   // ---- colors
-
   const root = (share) => ($("root").checked ? Math.sqrt(share) : share);
   const poles = () => (dark.matches ? [[90, 170, 255], [255, 160, 70]] : [[33, 102, 172], [205, 90, 0]]);
   function color(share, signed) { // red, green, blue, opacity of a share from -1 to 1
@@ -169,7 +166,7 @@
       const share = clamp(values[at] / (most || 1), -1, 1);
       const found = Number.isNaN(share) ? unknown : table[Math.round(256 * share) + 256];
       for (let part = 0; part < 3; part++) data[4 * at + part] = found[part];
-      data[4 * at + 3] = 255 * (opacity && !signed ? opacity(share) : found[3]);
+      data[4 * at + 3] = 255 * (opacity && !signed ? opacity(share) : (opacity ? 0.85 : 1) * found[3]);
     }
     context.putImageData(pixels, 0, 0);
     return scratch;
@@ -177,7 +174,7 @@
 
   function scaleBar(parent) {
     const node = make("div", parent, { class: "bar", "aria-hidden": "true" });
-    return [make("span", node), make("i", node), make("span", node)];
+    return ["span", "i", "span"].map((tag) => make(tag, node));
   }
   const shade = (share, signed) => [...poles()[signed && share > 0 ? 1 : 0], root(Math.abs(share))]; // behind a token
   function drawBar([low, strip, high], most, signed, colors = color) {
@@ -204,7 +201,6 @@
   }
 
   // ---- tokens: their names, and which of them is marked
-
   const gridOf = (count) => (inputs[state.input].image && grids[count]) || null; // tokens before it, rows, columns
   const countOf = (layer, ofKeys) => (ofKeys ? layer.keys : layer.queries);
   const rowsOf = (layer) => layer.rows || range(layer.queries);
@@ -246,7 +242,6 @@
   }
 
   // ---- a panel on the page
-
   function build(panel) {
     panel.node = make("article", $("panels"), { class: "panel" });
     panel.title = make("h2", panel.node);
@@ -327,7 +322,6 @@
   }
 
   // ---- drawing
-
   function cellValues(panel, kind, layer, head) { // what a cell of a grid shows
     const of = place(panel, layer, head);
     if (!of) return null;
@@ -415,16 +409,14 @@
       const height = Math.round(width * picture.naturalHeight / picture.naturalWidth), patch = marked - before;
       const context = contextOf(view.canvas, width, height), size = [width / columns, height / rows];
       const small = { values: values.subarray(before), width: columns, height: rows };
-      context.drawImage(picture, 0, 0, width, height);
       const over = tile(small, most, signed(panel), (share) => 0.2 + 0.7 * root(Math.abs(share)));
-      context.drawImage(over, 0, 0, width, height);
+      for (const each of [picture, over]) context.drawImage(each, 0, 0, width, height);
       const box = [patch % columns * size[0], Math.floor(patch / columns) * size[1], ...size];
       if (patch >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
     }
     const top = topOf(values, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`).join(" · ");
-    view.top.textContent = top;
     const subject = tokenName(layer, !ofKeys, ofKeys ? rowsOf(layer)[nearestRow(layer)] : state.key);
-    view.caption.textContent = `${subject} ${view.text}`;
+    [view.top.textContent, view.caption.textContent] = [top, `${subject} ${view.text}`];
     (grid ? view.canvas : view.list).setAttribute("aria-label", `${panel.name}: ${subject} ${view.text} ${top}`);
     drawBar(view.bar, most, signed(panel), grid ? color : shade);
   }
@@ -506,7 +498,6 @@
   }
 
   // ---- the table of heads
-
   function buildTable() {
     const own = panels.filter((panel) => !panel.pair), table = make("table"), head = make("thead", table);
     const columns = [{ id: "layer", value: (layer) => layer }, { id: "head", value: (_, head) => head }];
@@ -549,7 +540,6 @@
   }
 
   // ---- the page
-
   async function show(input) {
     state.input = input;
     await Promise.all(panels.filter((panel) => !panel.pair).map((panel) => load(panel, input)));
@@ -569,7 +559,7 @@
     const difference = panels.at(-1);
     $("pair").hidden = models.length < 3;
     ["reference", "other"].forEach((id, side) => {
-      models.forEach((model, index) => make("option", $(id), { value: index }, model.name));
+      for (const { name } of models) make("option", $(id), {}, name);
       $(id).selectedIndex = side;
       $(id).addEventListener("change", () => { difference.pair[side] = panels[$(id).selectedIndex]; draw(); });
     });
@@ -588,7 +578,11 @@
     dark.addEventListener("change", draw);
     document.addEventListener("keydown", (event) => { if (event.key === "Escape") { state.held = false; draw(); } });
     await Promise.all(pictures.map((picture) => (picture.src ? picture.decode() : null)));
-    await show(0);
+    const asked = new URLSearchParams(location.hash.slice(1)); // a link to what is shown
+    const number = (name) => Math.floor(Number(asked.get(name))) || 0;
+    Object.assign(state, { layer: number("layer"), head: Math.max(ROLLOUT, number("head")), query: number("token") });
+    state.key = state.query;
+    await show(clamp(number("input"), 0, inputs.length - 1));
   }
 
   const row = (panel, ...of) => [...rowOf(place(panels[panel], ...of.slice(0, 2)), of[2])]; // of the input shown

@@ -174,6 +174,14 @@ def test_a_click_in_the_grid_and_the_table_choose(linked):
     assert chosen == nodes(linked, "tbody tr[data-place]")[3].get_attribute("data-place")
 
 
+def test_a_link_opens_an_input_a_head_and_a_token(linked):
+    linked.get(linked.current_url + "#input=1&layer=1&head=-1&token=9")
+    linked.refresh()
+    linked.execute_async_script("explorer.ready.then(arguments[0], arguments[0])")
+    assert "layer 1 (blocks.1.attn), mean of heads" in texts(linked, ".caption")[0]
+    assert linked.execute_script("const {input, query, key} = explorer.state; return [input, query, key]") == [1, 9, 9]
+
+
 def test_every_kind_of_small_map_and_scale_is_drawn(linked):
     seen = set()
     for kind in ("map", "from", "to", "entropy", "sink", "logit"):
