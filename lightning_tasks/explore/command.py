@@ -52,7 +52,6 @@ def main(arguments: Sequence[str]) -> None:
             f"{len(options.models)} models with {len(mechanisms)} mechanisms each are more than the {MOST_MODELS} "
             "that a page shows: leave some out"
         )
-    given: dict[str, Any]  # pictures or lines by their names
     given = _pictures(options.images, options.count) if options.images else _lines(options.text, options.count)
     shown: list[Shown] = []
     page: dict[str, Any] = {"names": list(given)}
@@ -122,7 +121,7 @@ def _swapped(model: nn.Module, text: str, mechanism: str, built: Mapping[str, An
     return copy.eval()
 
 
-def _pictures(folder: Path, count: int) -> dict[str, Image.Image]:
+def _pictures(folder: Path, count: int) -> dict[str, Any]:
     """The first images of a folder that can be read, by their paths in it."""
     try:
         files, _ = find_images(folder)
@@ -156,7 +155,7 @@ def _images(
     return subject.prepare(images), {"images": images}
 
 
-def _lines(file: Path, count: int) -> dict[str, str]:
+def _lines(file: Path, count: int) -> dict[str, Any]:
     """The first lines of a text that are not empty, by their numbers and first words."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
