@@ -427,11 +427,11 @@
       node.replaceChildren(...texts.map((text, at) => make("span", null, { "data-at": at }, text)));
       node.looks = [];
     }
-    const unseen = new Set(faint);
+    const unseen = new Set(faint), levels = texts.length > 1000 ? 8 : 24;
     texts.forEach((_, at) => { // only what looks another way is written, as texts may have thousands of tokens
-      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(24 * root(Math.abs(share))); // steps
-      const absent = Number.isNaN(share);
-      const kind = [at === marked && "marked", unseen.has(at) && "unseen", absent && "absent", level > 14 && "strong"];
+      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(levels * root(Math.abs(share)));
+      const kind = [at === marked && "marked", unseen.has(at) && "unseen", Number.isNaN(share) && "absent",
+        level > 0.6 * levels && "strong"];
       const looks = `${kind} ${level} ${share < 0} ${signed} ${dark.matches}`;
       if (node.looks[at] === looks) return;
       node.looks[at] = looks;
@@ -457,13 +457,14 @@
   }
 
   let waiting = true, timer = 0, stale = true; // waiting until the first maps are there
-  function draw(grids = true) { // or only what the marked token changes
-    stale ||= Boolean(grids);
+  function draw(small = true) { // or first what a marked token changes, and small maps once the pointer rests
+    stale ||= Boolean(small);
     if (!waiting) requestAnimationFrame(() => { waiting = false; drawNow(); });
     waiting = true;
   }
   function drawNow() {
-    if (stale || ["from", "to"].includes($("thumbs").value)) drawGrids();
+    const small = stale;
+    if (small) drawSmall();
     stale = false;
     const places = panels.map((panel) => place(panel)), values = places.map((of) => of && [
       rowOf(of, nearestRow(of.map.layer)),
@@ -482,13 +483,19 @@
       panel.views.forEach((view, at) => {
         drawView(panel, of, view, values[number][at], $("shared").checked && !panel.pair ? all[at] : most[number][at]);
       });
-      if (panel.whole.parentNode.open) drawWhole(panel, of);
     });
     for (const row of document.querySelectorAll("#table tbody tr")) {
       row.toggleAttribute("data-chosen", row.dataset.place === `${state.layer} ${state.head}`);
     }
     clearTimeout(timer);
-    timer = setTimeout(() => { $("said").textContent = sentence(); }, 300); // not at each step of a pointer
+    timer = setTimeout(() => {
+      if (!small) drawSmall();
+      $("said").textContent = sentence();
+    }, 150);
+  }
+  function drawSmall() {
+    drawGrids();
+    for (const panel of panels) if (panel.whole.parentNode.open && place(panel)) drawWhole(panel, place(panel));
   }
   function sentence() {
     const marked = tokenName(current(), false, state.query), held = state.held ? " (held; Escape lets go)" : "";
