@@ -140,7 +140,7 @@
   }
 
   // ---- colors
-  const root = (share) => ($("root").checked ? Math.sqrt(share) : share);
+  const box = $("root"), root = (share) => (box.checked ? Math.sqrt(share) : share);
   const poles = () => (dark.matches ? [[90, 170, 255], [255, 160, 70]] : [[33, 102, 172], [205, 90, 0]]);
   function color(share, signed) { // red, green, blue, opacity of a share from -1 to 1
     if (!Number.isFinite(share)) return [128, 128, 128, 0.25];
@@ -201,6 +201,7 @@
   }
 
   // ---- tokens: their names, and which of them is marked
+  const lists = {}, counted = (word, count) => (lists[word + count] ||= range(count).map((at) => word + at));
   const gridOf = (count) => (inputs[state.input].image && grids[count]) || null; // tokens before it, rows, columns
   const countOf = (layer, ofKeys) => (ofKeys ? layer.keys : layer.queries);
   const rowsOf = (layer) => layer.rows || range(layer.queries);
@@ -354,6 +355,7 @@
   function topOf(values, count) {
     const found = [];
     values.forEach((value, at) => {
+      if (found.length === count && Math.abs(value) <= Math.abs(values[found[count - 1]])) return;
       const larger = found.findIndex((other) => Math.abs(value) > Math.abs(values[other]));
       const place = larger < 0 ? found.length : larger;
       if (Number.isFinite(value) && place < count) found.splice(place, 0, at);
@@ -399,8 +401,8 @@
   function drawView(panel, of, view, values, most) {
     const { layer } = of.map, { ofKeys } = view, grid = gridOf(values.length), before = grid ? grid[0] : 0;
     const marked = clamp(ofKeys ? state.key : state.query, 0, values.length - 1);
-    const names = grid ? [] : namesOf(layer, ofKeys) || range(values.length).map(String);
-    colorTokens(view.chips, range(before).map((at) => `token ${at}`), values, most, signed(panel), marked);
+    const names = grid ? counted("", 0) : namesOf(layer, ofKeys) || counted("", values.length);
+    colorTokens(view.chips, counted("token ", before), values, most, signed(panel), marked);
     const unseen = ofKeys || !layer.cross ? layer.unseen[state.input] : [];
     colorTokens(view.list, names, values, most, signed(panel), marked, unseen);
     [view.chips.hidden, view.canvas.hidden, view.list.hidden] = [!before, !grid, Boolean(grid)];
@@ -422,22 +424,19 @@
   }
 
   function colorTokens(node, texts, values, most, signed, marked, faint = []) {
-    if (node.texts !== JSON.stringify(texts)) {
-      node.texts = JSON.stringify(texts);
-      node.replaceChildren(...texts.map((text, at) => make("span", null, { "data-at": at }, text)));
-      node.looks = [];
-    }
-    const unseen = new Set(faint), levels = texts.length > 1000 ? 8 : 24;
-    texts.forEach((_, at) => { // only what looks another way is written, as texts may have thousands of tokens
-      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(levels * root(Math.abs(share)));
-      const kind = [at === marked && "marked", unseen.has(at) && "unseen", Number.isNaN(share) && "absent",
-        level > 0.6 * levels && "strong"];
-      const looks = `${kind} ${level} ${share < 0} ${signed} ${dark.matches}`;
-      if (node.looks[at] === looks) return;
+    const theme = `${signed} ${dark.matches}`, unseen = new Set(faint), levels = texts.length > 1000 ? 8 : 24;
+    const span = (text, at) => make("span", null, { "data-at": at }, text);
+    if (node.texts !== texts) node.replaceChildren(...texts.map(span));
+    if (node.texts !== texts || node.theme !== theme) Object.assign(node, { texts, theme, looks: [] });
+    for (let at = 0; at < texts.length; at++) { // only what looks another way is written: there may be thousands
+      const share = clamp(values[at] / (most || 1), -1, 1), level = Math.round(levels * root(Math.abs(share))) || 0;
+      const kinds = [at === marked, unseen.has(at), Number.isNaN(share), level > 0.6 * levels, share < 0];
+      const looks = kinds.reduce((sum, is) => 2 * sum + is, level);
+      if (node.looks[at] === looks) continue;
       node.looks[at] = looks;
-      node.children[at].className = kind.filter(Boolean).join(" ");
+      node.children[at].className = ["marked", "unseen", "absent", "strong"].filter((_, of) => kinds[of]).join(" ");
       node.children[at].style.background = level ? css(shade(share, signed)) : "";
-    });
+    }
   }
 
   function drawWhole(panel, of) {
