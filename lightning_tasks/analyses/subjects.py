@@ -119,8 +119,8 @@ def load_subject(
     """
     model: Any = load_model(name, random, seed, trust_checkpoint, keep_swap)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
-    if isinstance(task, Segmenter):
-        return Subject(model, _as_they_are, task.img_size, None)
+    if isinstance(task, Segmenter):  # images of one window, all in one pass
+        return Subject(task, _as_they_are, task.img_size, None)
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
         return Subject(model, _as_they_are, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):

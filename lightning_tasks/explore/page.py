@@ -106,11 +106,11 @@ def explore(
         AttentionSwapError: if no layer matches, or a model is wrapped.
 
     Example:
-        >>> import attnswap, torch
-        >>> model = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
-        >>> with attnswap.swapped(model, "sigmoid"):
-        ...     page = attnswap.explore({"sigmoid": model}, torch.randn(1, 3, 16), tokens=[["A", "red", "fox"]])
-        >>> "sigmoid" in page.html
+        >>> import attnswap, copy, torch
+        >>> plain = torch.nn.TransformerEncoderLayer(16, nhead=2, batch_first=True)
+        >>> models = {"before": plain, "after": attnswap.swapped(copy.deepcopy(plain), "sigmoid")}
+        >>> page = attnswap.explore(models, torch.randn(1, 3, 16), tokens=[["A", "red", "fox"]])
+        >>> page.html.startswith("<!DOCTYPE html>")
         True
     """
     named = models if isinstance(models, Mapping) else {type(models).__name__: models}

@@ -12,7 +12,9 @@ from torch import nn
 
 import attnswap
 from attention_modules.analysis import attention_entropy, attention_maps, largest_logit
+from lightning_tasks import SegmentationTask
 from lightning_tasks.__main__ import main
+from lightning_tasks.analyses import subjects
 from lightning_tasks.errors import UsageError
 from lightning_tasks.explore import collect
 from lightning_tasks.explore.page import explore
@@ -239,6 +241,20 @@ def test_the_command_with_text(bert, tmp_path):
         (bert.name, "softmax"),
         ("swapped", "symmetric"),
     ]
+
+
+def test_the_command_with_a_checkpoint_of_a_segmenter(pictures, tmp_path, monkeypatch):
+    sizes = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    model = {"backbone": "vit_tiny_patch16_224", "img_size": SIZE, "backbone_options": sizes, "decoder": "linear"}
+    task = SegmentationTask(model, num_classes=3)
+    task.configure_model()
+    monkeypatch.setattr(subjects, "load_model", lambda *given: task)
+    output = tmp_path / "explore.html"
+    with pytest.warns(UserWarning, match="left out"):
+        main(["explore", "some.ckpt", "--images", str(pictures), "--output", str(output)])
+    (found,) = data_of(output.read_text())["models"]
+    assert (found["name"], found["about"]["checkpoint"]) == ("some.ckpt", "some.ckpt")
+    assert [(layer["heads"], layer["queries"]) for layer in found["layers"]] == [(3, 17)]
 
 
 @pytest.mark.parametrize(
