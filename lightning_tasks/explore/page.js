@@ -21,13 +21,13 @@
     if (parent) parent.append(node);
     return node;
   };
-  const range = (count) => Array.from({ length: count }, (_, index) => index);
+  const range = (count) => [...Array(count).keys()];
   const clamp = (value, low, high) => Math.max(low, Math.min(high, value));
   const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value) || 0), 0); // of NaN 0
   const shown = (value) => {
     if (!Number.isFinite(value)) return "–"; // null, too
-    const size = Math.abs(value);
-    return size >= 100 ? value.toFixed(0) : size >= 0.1 ? value.toFixed(2) : String(Number(value.toPrecision(2)));
+    const digits = Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 0.1 ? 2 : null;
+    return digits === null ? String(Number(value.toPrecision(2))) : value.toFixed(digits);
   };
 
   // ---- maps: bytes of the page, and rows and columns of them
@@ -346,7 +346,7 @@
     const shared = $("shared").checked, all = Math.max(...most.filter((_, at) => !panels[at].pair));
     panels.forEach((panel, at) => {
       const common = shared || panel.pair || kind in STATISTICS; // else each map has its own scale
-      const scale = panel.pair || !(shared || kind in STATISTICS) ? most[at] : all;
+      const scale = panel.pair ? Math.max(most[at], all / 16) : shared || kind in STATISTICS ? all : most[at];
       drawGrid(panel, heads, cells[at], common ? scale : null);
       panel.gridBar[0].parentNode.style.visibility = common ? "" : "hidden";
       if (common) drawBar(panel.gridBar, scale, signed(panel));
@@ -367,9 +367,9 @@
 
   function drawGrid(panel, heads, cells, scale) {
     const layers = layersOf(panel), style = getComputedStyle(document.body);
-    const [wide, high] = [panel.body.clientWidth - LEFT, Math.max(400, window.innerHeight * 0.45)];
-    panel.cell = clamp(Math.floor(Math.min(wide / layers.length, high / heads.length)), 16, 64);
-    const { cell } = panel, size = cell - 2;
+    const wide = (panel.body.clientWidth - LEFT) / layers.length, high = Math.max(400, window.innerHeight * 0.45);
+    panel.cell = clamp(Math.floor(Math.min(wide, high / heads.length)), 16, 64);
+    const { cell } = panel, size = cell - 2, bottom = heads.length * cell + BOTTOM / 2;
     const context = contextOf(panel.grid, LEFT + layers.length * cell, heads.length * cell + BOTTOM);
     cells.forEach((line, row) => line.forEach((each, layer) => {
       const box = [LEFT + layer * cell + 1, row * cell + 1, size, size];
@@ -389,7 +389,6 @@
       const name = head === MEAN ? "mean" : headName(head);
       if (cell >= 18 || head < 0 || head % 2 === 0) context.fillText(name, 0, (row + 0.5) * cell);
     });
-    const bottom = heads.length * cell + BOTTOM / 2;
     context.textAlign = "center";
     context.fillText("layer", LEFT / 2, bottom);
     layers.forEach((_, layer) => {
@@ -449,7 +448,8 @@
       for (let row = 0; row < map.rows; row++) small.values.set(rowOf(of, row), row * map.keys);
     }
     context.imageSmoothingEnabled = small.width > 1.5 * width;
-    context.drawImage(tile(small, largest(small.values), signed(panel)), 0, 0, width, height);
+    const most = Math.max(largest(small.values), of.minus ? largest(pooled(of.minus).values) / 16 : 0);
+    context.drawImage(tile(small, most, signed(panel)), 0, 0, width, height);
     frame(context, [0, nearestRow(map.layer) / map.rows * height, width, height / map.rows], [1, "#888"]);
     frame(context, [state.key / map.keys * width, 0, width / map.keys, height], [1, "#888"]);
     panel.whole.setAttribute("aria-label", `${panel.name}: a row for each query, a column for each key`);
@@ -475,12 +475,12 @@
     const all = [0, 1].map((at) => Math.max(0, ...own.map((pair) => pair[at])));
     panels.forEach((panel, number) => {
       const of = places[number];
-      panel.title.textContent = panel.name;
-      panel.caption.textContent = said(panel, state.layer, state.head);
+      [panel.title.textContent, panel.caption.textContent] = [panel.name, said(panel, state.layer, state.head)];
       panel.node.classList.toggle("empty", !of);
       if (!of) return;
       panel.views.forEach((view, at) => {
-        drawView(panel, of, view, values[number][at], $("shared").checked && !panel.pair ? all[at] : most[number][at]);
+        const least = panel.pair ? all[at] / 16 : $("shared").checked ? all[at] : 0; // below, rounding shows
+        drawView(panel, of, view, values[number][at], Math.max(most[number][at], least));
       });
     });
     for (const row of document.querySelectorAll("#table tbody tr")) {
@@ -499,8 +499,8 @@
   function sentence() {
     const marked = tokenName(current(), false, state.query), held = state.held ? " (held; Escape lets go)" : "";
     const of = (panel) => panel.views.map((view) => `${view.text} ${view.top.textContent}`).join("; ");
-    const found = panels.filter((panel) => place(panel)).map((panel) => `${panel.name}: ${of(panel)}.`);
-    return `Layer ${state.layer}, ${headName(state.head)}, ${marked}${held}. ${found.join(" ")}`;
+    const found = panels.filter((panel) => place(panel)).map((panel) => `${panel.name}: ${of(panel)}.`).join(" ");
+    return `Layer ${state.layer}, ${headName(state.head)}, ${marked}${held}. ${found}`;
   }
 
   // ---- the table of heads

@@ -1,5 +1,6 @@
 """The page of `attnswap explore` in Chromium: pointer, keys, linked models, values, hostile names, sizes."""
 
+import copy
 import shutil
 import time
 
@@ -231,6 +232,17 @@ def test_names_of_anybody_run_nothing(opened):
     assert texts(browser, ".panel h2")[0] == HOSTILE
     assert texts(browser, ".list span")[:2] == [HOSTILE, "<b>"]
     assert HOSTILE.split(">")[0] in browser.title
+
+
+def test_a_difference_of_rounding_is_faint(opened):
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.self_attn.in_proj_weight *= 1.0001
+    browser = opened(explore({"a": model, "b": other}, torch.randn(1, 40, 16)))
+    (low, high) = [texts(browser, f".panel:nth-child({number}) figure .bar :last-child")[0] for number in (3, 1)]
+    assert float(low) == pytest.approx(float(high) / 16, rel=0.1)
 
 
 @pytest.mark.parametrize("width", [800, 1280, 2560])
