@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         integrations as integrations,
         tasks as tasks,
     )
+    from lightning_tasks.explore.page import explore as explore
     from lightning_tasks.files.load import load_swapped as load_swapped
     from lightning_tasks.integrations.loop import watch as watch
 
@@ -65,6 +66,7 @@ _HOMES = {
     ),
     "attention_maps": "attention_modules.analysis.model_maps",
     "check_mechanism": "attention_modules.testing",
+    "explore": "lightning_tasks.explore.page",
     "load_swapped": "lightning_tasks.files.load",
     "watch": "lightning_tasks.integrations.loop",
 }

@@ -28,6 +28,8 @@ commands:
   compare                       run configurations x seeds, paired, resumable, into one table
   cell                          one cell of a comparison, on any machine: attnswap compare FILE --plan prints them
   report                        one HTML page of runs: attnswap report RUN [RUN ...] --output report.html
+  explore                       one HTML page of every attention map of a model, or of several side by side:
+                                attnswap explore MODEL --images FOLDER --mechanism softmax --mechanism rpc
   drift                         what a mechanism does to a trained model before any training:
                                 attnswap drift --model FOLDER --mechanism rpc --data ag_news --output DIR
   sweep                         a W&B sweep over a mechanism's options: attnswap sweep RECIPE --mechanism rpc
@@ -116,6 +118,13 @@ def _run(command: str, arguments: list[str]) -> None:
         from lightning_tasks.report.page import main as report
 
         report(arguments[1:])
+    elif command == "explore":
+        from lightning_tasks.explore.arguments import parser as explore_parser
+
+        explore_parser().parse_args(arguments[1:])  # its help and refusals come at once
+        from lightning_tasks.explore.command import main as explore
+
+        explore(arguments[1:])
     elif command == "analyze":
         from lightning_tasks.analyses import main as analyze
 
@@ -144,8 +153,8 @@ def _run(command: str, arguments: list[str]) -> None:
 
             run(arguments)
     else:
-        others = ("recipes", "compare", "cell", "report", "sweep", "workspace", "drift", "analyze", "show-batch")
-        known = ", ".join((*TRAINER_COMMANDS, *others))
+        others = "recipes, compare, cell, report, explore, sweep, workspace, drift, analyze, show-batch"
+        known = ", ".join((*TRAINER_COMMANDS, others))
         raise UsageError(f"unknown command {command!r}; the commands are {known}")
 
 

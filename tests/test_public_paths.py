@@ -50,7 +50,7 @@ attnswap.datamodules.VisionDataModule attnswap.datamodules.WikiTextDataModule
 attnswap.datamodules.vision.VisionDataModule attnswap.datamodules.cifar10.CIFAR10DataModule attnswap.swap_attention
 attnswap.restore_attention attnswap.register_mechanism attnswap.AttentionMechanism attnswap.SelfAttention
 attnswap.check_mechanism attnswap.declare_host attnswap.register_host attnswap.hosts.Host
-attnswap.load_swapped attnswap.functional.softmax_attention
+attnswap.load_swapped attnswap.explore attnswap.functional.softmax_attention
 attnswap.functional.symmetric_attention attnswap.functional.rpc_attention attnswap.functional.scaled_attention
 attnswap.functional.uniform_attention attnswap.callbacks.SwapAttention attnswap.callbacks.LocAteR
 attnswap.callbacks.AttentionMonitor attnswap.tasks.BaseTask attnswap.tasks.LanguageModelingTask

@@ -7,7 +7,7 @@ import math
 import operator
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -111,11 +111,7 @@ def attention_maps(
     """
     wanted = _listed("rows", rows)
     collected = _Collected(_listed("heads", heads), None if rollout else wanted, rollout, passes)
-    with _ONE_AT_A_TIME, knowing(_record(model, inputs)):
-        names = _names(model, layers)
-        with _observed(model, names, collected), torch.no_grad():
-            args, kwargs = arguments(inputs)
-            model(*args, **kwargs)
+    names = see_calls(model, inputs, layers, collected.take)
     maps = {name: collected.found[name] for name in names if name in collected.found}
     if not maps:
         raise ValueError(f"none of the layers {', '.join(map(repr, names[:4]))} was called for these inputs")
@@ -123,6 +119,28 @@ def attention_maps(
         rolled = attention_rollout([each for of in maps.values() for each in of.values()])
         return rolled if wanted is None else rolled[:, _places(wanted, rolled.shape[1], "the rollout")]
     return {name + suffix: each for name, of in maps.items() for suffix, each in of.items()}
+
+
+def see_calls(model: nn.Module, inputs: Inputs, layers: Layers | None, take: Callable[..., None]) -> list[str]:
+    """Run a model once as :func:`attention_maps` does, and see what its layers give their mechanisms.
+
+    Args:
+        model, inputs, layers: as there.
+        take: called as ``take(layer, alike, mechanism, args, kwargs)``: the :class:`.AttentionLayer`, how many of the
+            chosen layers have its size, and the call of its mechanism.
+
+    Returns:
+        The names of the chosen layers, in module order.
+
+    Raises:
+        AttentionSwapError: as :func:`attention_maps`.
+    """
+    with _ONE_AT_A_TIME, knowing(_record(model, inputs)):
+        names = _names(model, layers)
+        with _observed(model, names, take), torch.no_grad():
+            args, kwargs = arguments(inputs)
+            model(*args, **kwargs)
+    return names
 
 
 def _listed(what: str, chosen: int | Sequence[int] | None) -> list[int] | None:
@@ -239,8 +257,8 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 @contextmanager
-def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iterator[None]:
-    """Have the layers of these names give their maps, in evaluation and without compiled code."""
+def _observed(model: nn.Module, names: list[str], take: Callable[..., None]) -> Iterator[None]:
+    """Have the calls of layers of these names seen, in evaluation and without compiled code."""
     training = [(module, module.training) for module in model.modules()]
     found = survey(model)
     wanted = [describe(found, layer) for layer in found.layers if layer.name in names]
@@ -258,7 +276,7 @@ def _observed(model: nn.Module, names: list[str], collected: _Collected) -> Iter
         for layer, size in zip(described, sizes, strict=True):
             mechanism = layer.mechanism
             if mechanism is not None:
-                hook = partial(collected.take, layer, sizes.count(size))
+                hook = partial(take, layer, sizes.count(size))
                 back.callback(mechanism.register_forward_pre_hook(hook, with_kwargs=True).remove)
         if "torch._dynamo" in sys.modules:
             back.enter_context(torch.compiler.set_stance("force_eager"))

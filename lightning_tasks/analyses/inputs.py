@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -207,9 +206,10 @@ def token_stream(
             part = "training" if split == "train" else split
             raise ValueError(f"the {part} part of the text of {data} is empty, or has no whole line: {module.where}")
         where = model_name if tokenizer is None else tokenizer
-        encode, unknown = _pretrained_tokenizer(where)
-        ids = np.fromiter(chain.from_iterable(encode(lines)), dtype=np.int64)
-        missed = float((ids == unknown).mean()) if len(ids) else 1.0
+        loaded = pretrained_tokenizer(where)
+        encoded = loaded(lines, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = np.fromiter(chain.from_iterable(encoded), dtype=np.int64)
+        missed = float((ids == loaded.unk_token_id).mean()) if len(ids) else 1.0
         if missed > _MOST_UNKNOWN:  # a folder without a vocabulary gives an empty tokenizer, and no error
             raise ValueError(
                 f"the tokenizer in {where} lacks {missed:.0%} of {data}: has it a vocabulary, of its language? "
@@ -223,18 +223,24 @@ def token_stream(
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _pretrained_tokenizer(name: str) -> tuple[Callable[[Sequence[str]], list[list[int]]], int | None]:
-    """What encodes lines, and the id of unknown words, if there is one."""
+def pretrained_tokenizer(name: str) -> Any:
+    """The Hugging Face tokenizer of a folder or name, or of a file that the library `tokenizers` wrote.
+
+    Raises:
+        ModuleNotFoundError: without the extra ``hf``.
+        ValueError: if there is none.
+    """
     with needed_for(f"the tokenizer {name}", "hf"):
-        from transformers import AutoTokenizer
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
     try:
-        loaded = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if name.endswith(".json"):
+            return PreTrainedTokenizerFast(tokenizer_file=name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of many kinds, as for models
         raise ValueError(
             f"no tokenizer could be loaded from {name}: give --tokenizer bpe (or word), trained on the text, or the "
             f"folder or name of one. It was said: {shortened(error)}"
         ) from error
-    return lambda lines: loaded(list(lines), add_special_tokens=False, verbose=False)["input_ids"], loaded.unk_token_id
 
 
 def apart(stream: Tensor, count: int, length: int, data: str) -> Tensor:

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_modules import AttentionSwapError, swap_attention
+from attention_modules import AttentionSwapError, load_pretrained, swap_attention
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.base import PLAN, Host
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.mechanism import check_options, mechanism_class
 from lightning_tasks.errors import UsageError
 from lightning_tasks.models.causal_lm import position_limit
+from lightning_tasks.models.segmenter import Segmenter
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
 from lightning_tasks.training.eager import eager
 
@@ -102,19 +103,24 @@ class Layer:
     host: Host | None = None
 
 
-def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False) -> Subject:
+def load_subject(
+    name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False, keep_swap: bool = False
+) -> Subject:
     """A model by name or path.
 
     A checkpoint (``.ckpt``) of one of our tasks, a timm model by name, or a Hugging Face model by name or folder;
     where ``random``, initialized with ``seed``, and then a Hugging Face model type ("bert", "gpt2") with its default
     sizes is a name too. The global random state is not touched. What a checkpoint may name is said at
-    :func:`~lightning_tasks.load_swapped`.
+    :func:`~lightning_tasks.load_swapped`. A folder of a model that was saved swapped is refused, or, with
+    ``keep_swap``, swapped as it was.
 
     Raises:
         ValueError: if it cannot be loaded, or takes neither text nor images.
     """
-    model: Any = load_model(name, random, seed, trust_checkpoint)
+    model: Any = load_model(name, random, seed, trust_checkpoint, keep_swap)
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
+    if isinstance(task, Segmenter):  # images of one window, all in one pass
+        return Subject(task, _as_they_are, task.img_size, None)
     if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
         return Subject(model, _as_they_are, _img_size(task), None, getattr(model, "in_chans", 3))
     if hasattr(model, "pretrained_cfg"):
@@ -127,7 +133,9 @@ def load_subject(name: str, random: bool = False, seed: int = 0, trust_checkpoin
     return Subject(model, _as_they_are, None, position_limit(model if task is None else task))
 
 
-def load_model(name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False) -> nn.Module:
+def load_model(
+    name: str, random: bool = False, seed: int = 0, trust_checkpoint: bool = False, keep_swap: bool = False
+) -> nn.Module:
     """The model of :func:`load_subject`, whatever it takes, in eval mode and float32.
 
     Raises:
@@ -135,7 +143,7 @@ def load_model(name: str, random: bool = False, seed: int = 0, trust_checkpoint:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _load(name, random, trust_checkpoint).float().eval().requires_grad_(False)
+        return _load(name, random, trust_checkpoint, keep_swap).float().eval().requires_grad_(False)
 
 
 def _as_they_are(inputs: Tensor) -> Tensor:
@@ -173,7 +181,7 @@ def with_mechanism(
     return replace(subject, model=model, plain=plain, held=names)
 
 
-def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
+def _load(name: str, random: bool, trust_checkpoint: bool, keep_swap: bool) -> nn.Module:
     if name.endswith(".ckpt"):
         from lightning_tasks.files.load import load_module
 
@@ -189,6 +197,8 @@ def _load(name: str, random: bool, trust_checkpoint: bool) -> nn.Module:
     except ImportError as error:
         raise ValueError(f"{name} is no timm model, and Hugging Face's need: pip install 'attnswap[hf]'") from error
 
+    if (Path(name) / PLAN).is_file() and keep_swap:
+        return _or_refuse(name, lambda: load_pretrained(AutoModel, name))
     if (Path(name) / PLAN).is_file():
         raise ValueError(
             f"--model {name} was saved with swapped attention ({PLAN}), which this command would leave out: give the "

@@ -16,7 +16,7 @@ from attnswap.datamodules.shared.tokenizers import BPETokenizer
 import attnswap
 from attention_modules.extras import EXTRA_OF
 from lightning_tasks.__main__ import main
-from lightning_tasks.analyses.inputs import _pretrained_tokenizer
+from lightning_tasks.analyses.inputs import pretrained_tokenizer
 from lightning_tasks.analyses.subjects import load_subject
 from lightning_tasks.models.causal_lm import build_causal_lm
 from lightning_tasks.models.mmseg_config import load_mmseg
@@ -157,7 +157,7 @@ CALLS = {
     "a language model": ("transformers", "hf", lambda folder: build_causal_lm("gpt2", 10, "softmax", {}, None)),
     "a class of a configuration": ("transformers", "hf", lambda folder: import_object("transformers.GPT2Model")),
     "a model to analyze": ("transformers", "hf", lambda folder: load_subject("bert-base", random=True)),
-    "its tokenizer": ("transformers", "hf", lambda folder: _pretrained_tokenizer("bert-base")),
+    "its tokenizer": ("transformers", "hf", lambda folder: pretrained_tokenizer("bert-base")),
     "a BPE tokenizer": ("tokenizers", "hf", lambda folder: BPETokenizer.train([["a"]], 300)),
     "corruptions": ("imagecorruptions", "robustness", lambda folder: corruption_library()),
     "mmsegmentation": ("mmseg", "mmseg", lambda folder: load_mmseg()),

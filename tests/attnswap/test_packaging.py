@@ -76,7 +76,8 @@ def attnswap(arguments, folder, environment):
 def test_the_wheel_holds_the_packages_and_every_recipe(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {f"attnswap/configs/{path.relative_to(CONFIGS).as_posix()}" for path in CONFIGS.rglob("*.yaml")} <= names
-    assert "lightning_tasks/report/page.html.j2" in names
+    pages = ("report/page.html.j2", "explore/page.html.j2", "explore/page.js", "explore/page.css")
+    assert {f"lightning_tasks/{page}" for page in pages} <= names
     tops = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
     assert tops == set(PACKAGES), "other top-level names are those of users' own packages"
 
