@@ -199,6 +199,7 @@ def test_what_is_damaged_or_of_another_cell_is_not_gone_on_from(spoil, begun):
 
 def test_what_cannot_be_gone_on_from_is_tried_twice(begun, monkeypatch):
     """Once more than needed, as the cause may be gone at the next start: a full device, a folder that came late."""
+
     def refuse(self, state):
         raise ValueError("of another version")
 
