@@ -5,7 +5,7 @@
   const { models, inputs, grids } = JSON.parse($("data").textContent);
   const MEAN = -1, ROLLOUT = -2; // in place of a head's number
   const POOL = 48, LEFT = 50, BOTTOM = 18; // pixels: of a whole map made small; beside and below a grid, for names
-  const STATISTICS = { entropy: "entropy", sink: "sink mass", logit: "largest logit" };
+  const CLASS = ["class token"], STATISTICS = { entropy: "entropy", sink: "sink mass", logit: "largest logit" };
   const VIRIDIS = [[68, 1, 84], [72, 36, 117], [65, 68, 135], [53, 95, 141], [42, 120, 142], [33, 145, 140],
     [34, 168, 132], [68, 191, 112], [122, 209, 81], [189, 223, 38], [253, 231, 37]];
   const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
@@ -158,8 +158,7 @@
   }
   const scratch = document.createElement("canvas");
   function tile({ values, width, height }, most, signed, opacity = null) { // a picture with a pixel for each value
-    scratch.width = width;
-    scratch.height = height;
+    scratch.width = width; scratch.height = height;
     const context = scratch.getContext("2d"), pixels = context.createImageData(width, height);
     const table = tableOf(signed), unknown = color(NaN), { data } = pixels;
     for (let at = 0; at < values.length; at++) {
@@ -180,8 +179,7 @@
   function drawBar([low, strip, high], most, signed, colors = color) {
     const stops = range(13).map((at) => css(colors(signed ? at / 6 - 1 : at / 12, signed)));
     strip.style.background = `linear-gradient(to right, ${stops.join(", ")})`;
-    low.textContent = signed ? shown(-most) : "0";
-    high.textContent = shown(most);
+    low.textContent = signed ? shown(-most) : "0"; high.textContent = shown(most);
   }
 
   function contextOf(canvas, width, height) {
@@ -189,14 +187,12 @@
     [canvas.width, canvas.height] = [Math.round(width * ratio), Math.round(height * ratio)];
     [canvas.style.width, canvas.style.height] = [`${width}px`, `${height}px`];
     const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    context.imageSmoothingEnabled = false;
+    context.scale(ratio, ratio); context.imageSmoothingEnabled = false;
     return context;
   }
   function frame(context, box, ...lines) {
     for (const [width, stroke] of lines) {
-      [context.lineWidth, context.strokeStyle] = [width, stroke];
-      context.strokeRect(...box);
+      [context.lineWidth, context.strokeStyle] = [width, stroke]; context.strokeRect(...box);
     }
   }
 
@@ -213,8 +209,11 @@
   function tokenName(layer, ofKeys, at) {
     const list = namesOf(layer, ofKeys), grid = gridOf(countOf(layer, ofKeys)), patch = grid ? at - grid[0] : -1;
     if (list) return `“${list[at]}” (${at})`;
-    return patch < 0 ? `token ${at}` : `patch ${Math.floor(patch / grid[2])},${patch % grid[2]}`;
+    if (patch < 0) return (grid && tokensBefore(grid[0])[at]) || `token ${at}`;
+    return `patch ${Math.floor(patch / grid[2])},${patch % grid[2]}`;
   }
+  const tokensBefore = (count) => (count === 1 ? CLASS : counted("token ", count)); // before patches
+  const more = (panel, value) => (panel.pair && value > 0 ? "+" : "") + shown(value);
   function nearestRow(layer) { // that of the marked query, or of the nearest that is shown
     const rows = rowsOf(layer), away = rows.map((row) => Math.abs(row - state.query));
     return away.indexOf(Math.min(...away));
@@ -234,12 +233,10 @@
   }
   function choose(layer, head) {
     const layers = Math.max(...models.map((model) => model.layers.length));
-    state.layer = head === ROLLOUT ? layers - 1 : clamp(layer, 0, layers - 1);
-    state.head = head;
+    state.layer = head === ROLLOUT ? layers - 1 : clamp(layer, 0, layers - 1); state.head = head;
     const of = current();
     state.query = clamp(state.query, 0, of.queries - 1);
-    state.key = clamp(of.cross ? state.key : state.query, 0, of.keys - 1);
-    draw();
+    state.key = clamp(of.cross ? state.key : state.query, 0, of.keys - 1); draw();
   }
 
   // ---- a panel on the page
@@ -317,9 +314,9 @@
   function said(panel, layer, head) {
     const name = layersOf(panel)[layer]?.name, of = `layer ${layer}${name ? ` (${name})` : ""}, ${headName(head)}`;
     if (!place(panel, layer, head)) return `${of}: ${panel.pair ? "the maps have two sizes" : "not in this model"}`;
-    const number = (each) => `${STATISTICS[each]} ${shown(statistic(panel, each, layer, head))}`;
+    const number = (each) => `${STATISTICS[each]} ${more(panel, statistic(panel, each, layer, head))}`;
     const numbers = Object.keys(STATISTICS).map(number);
-    return head === ROLLOUT ? of : [of, ...numbers].join(", ");
+    return (panel.pair ? "orange: more, blue: less; " : "") + (head === ROLLOUT ? of : [of, ...numbers].join(", "));
   }
 
   // ---- drawing
@@ -401,7 +398,7 @@
     const { layer } = of.map, { ofKeys } = view, grid = gridOf(values.length), before = grid ? grid[0] : 0;
     const marked = clamp(ofKeys ? state.key : state.query, 0, values.length - 1);
     const names = grid ? counted("", 0) : namesOf(layer, ofKeys) || counted("", values.length);
-    colorTokens(view.chips, counted("token ", before), values, most, signed(panel), marked);
+    colorTokens(view.chips, tokensBefore(before), values, most, signed(panel), marked);
     const unseen = ofKeys || !layer.cross ? layer.unseen[state.input] : [];
     colorTokens(view.list, names, values, most, signed(panel), marked, unseen);
     [view.chips.hidden, view.canvas.hidden, view.list.hidden] = [!before, !grid, Boolean(grid)];
@@ -411,11 +408,14 @@
       const context = contextOf(view.canvas, width, height), size = [width / columns, height / rows];
       const small = { values: values.subarray(before), width: columns, height: rows };
       const over = tile(small, most, signed(panel), (share) => 0.2 + 0.7 * root(Math.abs(share)));
-      for (const each of [picture, over]) context.drawImage(each, 0, 0, width, height);
+      context.filter = panel.pair ? "grayscale(1)" : "none"; // two colors are those of the difference
+      context.drawImage(picture, 0, 0, width, height);
+      context.filter = "none"; context.drawImage(over, 0, 0, width, height);
       const box = [patch % columns * size[0], Math.floor(patch / columns) * size[1], ...size];
       if (patch >= 0) frame(context, box, [4, "#000"], [2, "#fff"]);
     }
-    const top = topOf(values, 3).map((at) => `${tokenName(layer, ofKeys, at)} ${shown(values[at])}`).join(" · ");
+    const named = (at) => `${tokenName(layer, ofKeys, at)} ${more(panel, values[at])}`;
+    const top = topOf(values, 3).filter((at, of) => !of || Number(shown(values[at]))).map(named).join(" · ");
     const subject = tokenName(layer, !ofKeys, ofKeys ? rowsOf(layer)[nearestRow(layer)] : state.key);
     [view.top.textContent, view.caption.textContent] = [top, `${subject} ${view.text}`];
     (grid ? view.canvas : view.list).setAttribute("aria-label", `${panel.name}: ${subject} ${view.text} ${top}`);

@@ -83,7 +83,7 @@ def test_whose_map_it_is(images):
     first, second = data_of(page.html)["models"][0]["layers"]
     assert (first["mechanism"], first["passes"]) == ("rpc", 3)
     assert (second["mechanism"], second["passes"]) == ("softmax", 1)
-    assert "rpc in 1 of 2 layers, the last of its 3 passes" in page.html
+    assert "in 1 of 2 layers: shown is the last of 3 passes" in page.html
     for said in ("attnswap.attention_maps", "VisionTransformer", "attnswap.explore(...)", f"torch {version('torch')}"):
         assert said in page.html
 
