@@ -18,6 +18,7 @@ EXTRA_OF = {
     "tokenizers": "hf",
     "transformers": "hf",
     "wandb": "wandb",
+    "wandb_workspaces": "wandb",
 }
 
 

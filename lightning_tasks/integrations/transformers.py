@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from transformers import Trainer, TrainerCallback
 
+from attention_modules.extras import needed_for
 from lightning_tasks.integrations.loop import Loop
+
+with needed_for("attnswap.integrations.transformers", "hf"):
+    from transformers import Trainer, TrainerCallback
 
 
 class Watch(TrainerCallback):
