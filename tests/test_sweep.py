@@ -1,15 +1,12 @@
-"""The W&B sweep of docs/how_to/loggers.md: what W&B's agent would call is a command that `attnswap fit` takes."""
+"""The W&B sweep that `attnswap sweep` writes: what W&B's agent would call is a command that `attnswap fit` takes."""
 
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 import yaml
 
 from lightning_tasks.__main__ import main
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "how_to" / "loggers.md"
+from lightning_tasks.cli.boards.sweep import sweep_of
 
 
 def calls(sweep):
@@ -23,7 +20,7 @@ def calls(sweep):
 
 
 def test_every_run_of_the_sweep_is_a_command_that_fit_takes(tmp_path, monkeypatch, capsys):
-    sweep = yaml.safe_load(re.search(r"```yaml\n# sweep.yaml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)[1])
+    sweep = sweep_of("quickstart/classification", "rpc", None, 3)
     assert sweep["program"] == "attnswap"
     assert sweep["command"][0] == "${program}"
     assert sweep["metric"]["name"] == "val/top1"
@@ -36,5 +33,5 @@ def test_every_run_of_the_sweep_is_a_command_that_fit_takes(tmp_path, monkeypatc
     settings = yaml.safe_load(capsys.readouterr().out)
     assert settings["seed_everything"] == 2
     assert settings["model"]["init_args"]["mechanism"] == "rpc"
-    assert settings["model"]["init_args"]["options"] == {"iterations": 6, "lam": 8.0}
+    assert settings["model"]["init_args"]["options"] == {"iterations": 8, "threshold": "ratio", "lam": 4.0}
     assert "WandbLogger" in str(settings["trainer"]["logger"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 
 from lightning_tasks.callbacks.base import Callback, kinds_of
+from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import loggers_named, wandb_library
 from lightning_tasks.runs.wandb_runs import alert
 
@@ -42,8 +42,7 @@ class WandbPage(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep the recipe as an artifact."""
-        runs = _runs(trainer)
-        folder = Path(str(trainer.log_dir)) if runs and trainer.log_dir else None
+        runs, folder = _runs(trainer), run_folder(trainer)
         files = [folder / name for name in FILES if (folder / name).is_file()] if folder else []
         for run in runs if files else ():
             artifact = wandb_library().Artifact(re.sub(r"[^\w.-]", "_", f"run-{run.id}-recipe"), "recipe")
