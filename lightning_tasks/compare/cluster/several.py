@@ -25,7 +25,7 @@ REFUSED, HELD = 2, 75  # the latter is the exit status of who finds a cell run b
 LEADER = "ATTNSWAP_LEADER"  # the number of the process that started the others of its cell
 # What says that a launcher has started processes, or is to: the cell's own are started here.
 _LAUNCHED = re.compile(
-    "(GLOBAL_|LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*"
+    "(GLOBAL_|LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC)_.*|ATTNSWAP_LEADER"
 )
 
 

@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy
 import attnswap
 from attention_modules import swap_attention
 from lightning_tasks.callbacks import (
+    AttentionDiversification,
     AttentionMonitor,
     EntropyRegularizer,
     LocAteR,
@@ -24,6 +25,7 @@ CALLBACKS = {
     "SpectrumMonitor": lambda: [SpectrumMonitor(every_n_steps=3)],
     "LocAteR": lambda: [LocAteR(0.1, gamma=0.1)],
     "QKClip": lambda: [QKClip(tau=0.5)],
+    "AttentionDiversification": lambda: [AttentionDiversification(0.5)],
     "EntropyRegularizer": lambda: [EntropyRegularizer(0.5, target=0.3)],
     "all": lambda: [AttentionMonitor(every_n_steps=1, stages=["train"]), LocAteR(0.1), QKClip(tau=0.5)],
 }

@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_tasks.__main__ import main
+from lightning_tasks.compare.cluster import several
 from lightning_tasks.compare.cluster.plan_file import read_plan
 from lightning_tasks.compare.cluster.progress import FILE
 from lightning_tasks.compare.cluster.several import LEADER, processes_of, rank_of
@@ -137,8 +138,14 @@ def test_workers_take_as_many_devices_as_a_cell_has_processes():
 def test_a_task_of_slurm_is_another_process_of_a_cell_that_has_several(comparison, tmp_path):
     cell = plan_cells(read_variants(str(comparison)), [0], tmp_path)[0]
     assert rank_of(cell, {"SLURM_PROCID": "3"}) == 0, "an array may start cells of one process side by side"
-    several = plan_cells([Variant("it", cell.config)], [0], tmp_path)[0]
-    several = type(several)(**{**vars(several), "processes": 4})
-    assert rank_of(several, {"SLURM_PROCID": "3"}) == 3
+    spread = plan_cells([Variant("it", cell.config)], [0], tmp_path)[0]
+    spread = type(spread)(**{**vars(spread), "processes": 4})
+    assert rank_of(spread, {"SLURM_PROCID": "3"}) == 3
     assert rank_of(cell, {"LOCAL_RANK": "1", LEADER: "7"}) == 1
     assert rank_of(cell, {"RANK": "1", "LOCAL_RANK": "1"}) == 0, "of whoever started a cell of one process by itself"
+
+
+def test_the_processes_of_a_cell_are_started_as_by_nobody_else():
+    launched = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "SLURM_PROCID", "TORCHELASTIC_RUN_ID", LEADER]
+    assert all(several._LAUNCHED.fullmatch(name) for name in launched)
+    assert not any(several._LAUNCHED.fullmatch(name) for name in ("PATH", "CUDA_VISIBLE_DEVICES", "ATTNSWAP_DATA"))
