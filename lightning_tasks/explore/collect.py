@@ -189,7 +189,7 @@ def packed(maps: Sequence[Tensor]) -> str:
     """
     parts: list[list[bytes]] = [[], [], [], []]
     for one in maps:
-        values = one.double().cpu().numpy()
+        values = one.cpu().double().numpy()
         finite = np.isfinite(values).all(-1)
         values = np.where(finite[..., None], values, 0.0)
         low = np.minimum(values.min((1, 2)), 0.0).astype("<f4")
