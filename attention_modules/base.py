@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 NEEDS = ("x", "first_value", "previous_value")
 OPAQUE = "torch.nn"  # as a layer's own `__module__`: torch.fx traces into no module of torch.nn
-Cache = Literal["keys and values", "whole sequence"]
+Cache = Literal["keys and values", "whole sequence", "state"]
+Causality = Literal["any", "never", "always"]
+State = dict[str, Tensor]  # what stands for all earlier tokens: tensors [B, ...], of sizes that do not grow with them
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class AttentionMechanism(nn.Module):
     neutral: ClassVar[Mapping[str, object] | None] = None
     """Options with which a new layer gives what softmax attention gives; None where none do."""
     row_masks: ClassVar[bool] = True
-    """Whether rows may see different keys; where False, it takes padding masks alone, and refuses causality."""
+    """Whether rows may see different keys; where False, it takes padding masks alone, and what ``causality`` says."""
     softmax_like: ClassVar[bool] = False
     """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
     the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
@@ -117,7 +119,10 @@ class AttentionMechanism(nn.Module):
     """Whether it learns something of the distance of two tokens by that of their columns."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
-    than queries, else the whole sequence."""
+    than queries, else the whole sequence. With ``"state"``, ``forward`` takes ``state``, a :data:`State` that is empty
+    before the first token, and which it fills with what stands for all tokens so far."""
+    causality: ClassVar[Causality] = "any"
+    """Whether a call may, may not or must hide the future; where ``row_masks`` is False, it may not by default."""
     remembers: ClassVar[bool] = False
     """Whether it must be given what :meth:`remember` gives of every earlier token: ``forward`` then takes ``kept``."""
     per_head: tuple[str, ...] | None = None
@@ -133,8 +138,10 @@ class AttentionMechanism(nn.Module):
             raise TypeError(f"{cls.__name__}.needs must be a tuple of {', '.join(NEEDS)}, got {cls.needs!r}")
         if "per_head" not in vars(cls):
             cls.per_head = None  # what derives from another may mix what that one keeps apart
-        if "cache" not in vars(cls):
+        if "cache" not in vars(cls) and getattr(cls, "cache", None) != "state":
             cls.cache = "keys and values" if cls.uses_query and not cls.one_query_per_key else "whole sequence"
+        if not vars(cls).get("row_masks", True) and "causality" not in vars(cls):
+            cls.causality = "never"
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__()
