@@ -51,7 +51,8 @@ class LanguageModelingTask(BaseTask):
         other_attention: the mechanism of the other layers, with its defaults.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
             :class:`~lightning_tasks.base.BaseTask`.
-        chunk_size: tokens whose logits exist together.
+        chunk_size: tokens whose logits exist together; None for all, by a call of the whole model, whose logits
+            ``Heal`` can match.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -75,10 +76,10 @@ class LanguageModelingTask(BaseTask):
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
-        chunk_size: int = 256,
+        chunk_size: int | None = 256,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, or None for all tokens, got {chunk_size}")
         super().__init__(
             model=model_spec(model),
             vocab_size=vocab_size,
