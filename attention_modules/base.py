@@ -92,7 +92,7 @@ class AttentionMechanism(nn.Module):
     gives_weights: ClassVar[bool] = False
     """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]``, and mixes the values
     with the list's last: so the map that the layer returns has a gradient."""
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
     """What ``forward`` takes as further keywords: ``"x"``, the layer's input ``[B, N, C]`` (that of the queries);
     ``"first_value"`` and ``"previous_value"``, the values ``[B, H, M, d]`` of the first layer of the same stack and of
     the one before, None in the first layer."""

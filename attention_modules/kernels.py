@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+
+_T = TypeVar("_T")
 
 
 def transforms_active() -> bool:
@@ -47,7 +49,7 @@ def taken_by(take: Callable[..., Tensor] | None) -> Iterator[None]:
         _SEAM.take = before
 
 
-def recomputed(function: Callable[..., Tensor], *given: Any, random: bool = False) -> Tensor:
+def recomputed(function: Callable[..., _T], *given: Any, random: bool = False) -> _T:
     """function(*given), of which nothing but ``given`` is kept for the backward pass, where it is computed again.
 
     Transforms of ``torch.func`` refuse what that needs: under them all is kept.

@@ -31,6 +31,30 @@ from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
 )
+from attention_modules.mechanisms.linear.delta import (
+    DeltaAttention as DeltaAttention,
+    delta_attention as delta_attention,
+)
+from attention_modules.mechanisms.linear.gated_delta import (
+    GatedDeltaAttention as GatedDeltaAttention,
+    gated_delta_attention as gated_delta_attention,
+)
+from attention_modules.mechanisms.linear.gla import (
+    GatedLinearAttention as GatedLinearAttention,
+    gla_attention as gla_attention,
+)
+from attention_modules.mechanisms.linear.kda import (
+    KimiDeltaAttention as KimiDeltaAttention,
+    kda_attention as kda_attention,
+)
+from attention_modules.mechanisms.linear.linear import (
+    LinearAttention as LinearAttention,
+    linear_attention as linear_attention,
+)
+from attention_modules.mechanisms.linear.retention import (
+    RetentionAttention as RetentionAttention,
+    retention_attention as retention_attention,
+)
 from attention_modules.mechanisms.maps.dam import (
     DifferentiableAttentionMask as DifferentiableAttentionMask,
     dam_attention as dam_attention,
