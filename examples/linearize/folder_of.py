@@ -6,8 +6,9 @@ python examples/linearize/folder_of.py RUN/checkpoints/last.ckpt FOLDER
 import sys
 
 from attnswap.datamodules import WikiTextDataModule
-from attnswap.tasks import LanguageModelingTask
 from transformers import PreTrainedTokenizerFast
+
+from attnswap.tasks import LanguageModelingTask
 
 
 def main(checkpoint: str, folder: str) -> None:

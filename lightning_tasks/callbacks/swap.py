@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,11 +22,9 @@ from attention_modules.mechanism import (
     check_options,
     short_name,
 )
-from attention_modules.mechanisms.shared.options import check_integer
 from attention_modules.swap import SwapReport, swap_attention
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
-from lightning_tasks.callbacks.healing.kept import kept_layers
 from lightning_tasks.files.swaps import (
     PLAIN,
     PLANS,
@@ -43,6 +39,7 @@ from lightning_tasks.files.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.hparams import import_path, plain_data
+from lightning_tasks.training.kept_layers import Layers, check_swapped_layers, to_swap
 from lightning_tasks.training.limits import check_layer_choice
 from lightning_tasks.training.mechanisms import plain_name
 
@@ -62,11 +59,10 @@ class SwapAttention(Callback):
             or the import path of either.
         options: the mechanism's own arguments, as plain data, for configuration files.
         where: names of layers (a glob or several); all self-attention where None.
-        layers: which of those, counted in module order within each network of the module.
+        layers: which of those, counted in module order within each network of the module; or ``{"keep_every": 4}``,
+            where the last of every four keeps its attention, and with ``"ranking"``, a ``drift.csv`` of ``attnswap
+            drift``, as many of those whose swap costs most.
         exclude: names (globs) to leave out.
-        keep_every: of the layers that are chosen, the last of every so many keeps its attention: with 4, three of four
-            are swapped.
-        ranking: a ``drift.csv`` of ``attnswap drift``: then as many keep it of those whose swap costs most.
         declare: classes of your own, each as the arguments of :func:`attnswap.declare_host`, with the import path of
             the class as ``kind``.
         **mechanism_options: the mechanism's own arguments, as ``swap_attention`` takes them, in place of ``options``.
@@ -91,10 +87,8 @@ class SwapAttention(Callback):
         mechanism: str | type[AttentionMechanism] | Callable[..., Tensor],
         options: dict[str, Any] | None = None,
         where: Where = None,
-        layers: list[int] | None = None,
+        layers: Layers = None,
         exclude: Sequence[str] = (),
-        keep_every: int | None = None,
-        ranking: str | os.PathLike[str] | None = None,
         declare: list[dict[str, Any]] | None = None,
         **mechanism_options: Any,
     ) -> None:
@@ -112,11 +106,8 @@ class SwapAttention(Callback):
         check_options(self._class, options)
         _check_values(self._class, options)
         self.options = plain_data(options, "options", specs=False)
-        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
-        if ranking is not None and keep_every is None:
-            raise ValueError(f"ranking={str(ranking)!r} says which layers to keep, and keep_every= how many: give both")
-        self.keep_every = None if keep_every is None else check_integer("keep_every", keep_every, 2)
-        self.ranking = None if ranking is None else Path(ranking)
+        self.where, _, self.exclude = check_layer_choice(where, None, exclude)
+        self.layers = check_swapped_layers(layers)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
         self._trains = False
@@ -124,8 +115,7 @@ class SwapAttention(Callback):
 
     @property
     def state_key(self) -> str:
-        kept = {} if self.keep_every is None else {"keep_every": self.keep_every}
-        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude, **kept)
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
 
     def state_dict(self) -> dict[str, Any]:
         return {"plan": self._plan}
@@ -193,17 +183,14 @@ class SwapAttention(Callback):
 
     def _chosen(self, pl_module: pl.LightningModule) -> list[str]:
         """Names of the layers that are swapped, cross-attention among them."""
-        found = survey(pl_module)
-        matched, _ = select(found, self.where, self.layers, self.exclude, frozen=False)
+        some = self.layers if isinstance(self.layers, dict) else None
+        matched, _ = select(survey(pl_module), self.where, None if some else self.layers, self.exclude, frozen=False)
         names = [layer.name for layer in matched]
-        if self.keep_every is None:
-            return names
-        kept = kept_layers(names, self.keep_every, self.ranking, self.mechanism)
-        return [name for name in names if name not in kept]
+        return to_swap(names, some, self.mechanism) if some else names
 
     def _finds_layers(self, pl_module: pl.LightningModule) -> bool:
         try:
-            return bool(select(survey(pl_module), self.where, self.layers, self.exclude, frozen=False))
+            return bool(self._chosen(pl_module))
         except AttentionSwapError:
             return False  # not built yet, or wrong: which shows when all is built
 
@@ -226,7 +213,7 @@ class SwapAttention(Callback):
         shown = None if self._finds_layers(pl_module) else own_record(pl_module)
         with knowing(shown or Record()), followed_by_cli_optimizer(pl_module):
             self._check_overlap(pl_module)
-            if self.keep_every is not None:
+            if isinstance(self.layers, dict):
                 chosen = {"where": self._chosen(pl_module)}
             self.report = swap_attention(pl_module, self._class, **chosen, **self.options)
         self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
@@ -242,12 +229,11 @@ class SwapAttention(Callback):
         """Positions mean the same before and after the module's ``setup``.
 
         Raises:
-            ValueError: if ``layers`` or ``keep_every`` counts and it built attention layers that come between.
+            ValueError: if ``layers`` counts and it built attention layers that come between.
         """
-        if self.layers is not None or self.keep_every is not None:
-            given = f"keep_every={self.keep_every}" if self.layers is None else f"layers={self.layers}"
+        if self.layers is not None:
             raise ValueError(
-                f"{given} was counted among the attention layers that __init__ built, and the module's "
+                f"layers={self.layers} was counted among the attention layers that __init__ built, and the module's "
                 f"setup or configure_model built {', '.join(sorted(added))} after it; name the layers by where="
             )
 

@@ -1,15 +1,62 @@
-"""Which layers of a model keep their attention while the others get another: every n-th, or those that cost most."""
+"""Which layers of a model get another attention: those at given positions, or all but some that keep theirs."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from lightning_tasks.runs.safe_files import refuse_foreign
+from torch import nn
+
+from attention_modules.hosts import attention_layers
+from attention_modules.mechanisms.shared.options import check_integer
+from lightning_tasks.training.limits import check_layers
+
+Layers = list[int] | dict[str, Any] | None
 
 _NEEDED = {"mechanism", "layer", "output_error"}
+
+
+def check_swapped_layers(layers: Any) -> Any:
+    """The same choice of layers to swap, as plain data.
+
+    Args:
+        layers: positions in module order; or ``{"keep_every": n}`` for all but the last of every n, which may have
+            ``"ranking"``, a ``drift.csv`` of ``attnswap drift``: then as many stay as they are of those that cost most.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if not isinstance(layers, Mapping):
+        return check_layers(layers)
+    if "keep_every" not in layers or set(layers) - {"keep_every", "ranking"}:
+        raise ValueError(
+            "layers must be integers, None for all, or a mapping such as {'keep_every': 4} with 'ranking' where a "
+            f"drift.csv says which to keep; got {dict(layers)!r}"
+        )
+    every, ranking = check_integer("keep_every", layers["keep_every"], 2), layers.get("ranking")
+    return {"keep_every": every} | ({} if ranking is None else {"ranking": os.fspath(ranking)})
+
+
+def to_swap(names: Sequence[str], layers: Mapping[str, Any], mechanism: str) -> list[str]:
+    """The names but those that keep their attention, as :func:`check_swapped_layers` says.
+
+    Raises:
+        ValueError, OSError: as :func:`kept_layers`.
+    """
+    ranking = layers.get("ranking")
+    kept = kept_layers(names, layers["keep_every"], None if ranking is None else Path(ranking), mechanism)
+    return [name for name in names if name not in kept]
+
+
+def chosen_names(model: nn.Module, layers: Layers | Sequence[int], mechanism: str) -> list[str]:
+    """Names of a model's self-attention layers that a task swaps."""
+    if isinstance(layers, Mapping):
+        return to_swap([layer.name for layer in attention_layers(model)], layers, mechanism)
+    return [layer.name for layer in attention_layers(model, layers=layers)]
 
 
 def kept_layers(layers: Sequence[str], every: int, ranking: Path | None = None, mechanism: str = "") -> list[str]:
@@ -26,7 +73,7 @@ def kept_layers(layers: Sequence[str], every: int, ranking: Path | None = None, 
         OSError: if the table cannot be read.
 
     Example:
-        >>> from lightning_tasks.callbacks.healing.kept import kept_layers
+        >>> from lightning_tasks.training.kept_layers import kept_layers
         >>> kept_layers(["0", "1", "2", "3", "4", "5"], every=3)
         ['2', '5']
     """
@@ -42,7 +89,8 @@ def kept_layers(layers: Sequence[str], every: int, ranking: Path | None = None, 
 
 def _costs(path: Path, mechanism: str) -> dict[str, float]:
     """The error of the model's output with each layer swapped alone; inf where it cannot be."""
-    refuse_foreign(path, path.parent)
+    if not path.is_file():
+        raise ValueError(f"ranking: {path} is no file; give the drift.csv that attnswap drift wrote")
     with open(path, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     if not rows or not set(rows[0]) >= _NEEDED:

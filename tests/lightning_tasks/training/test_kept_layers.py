@@ -1,13 +1,17 @@
 """Layers that keep their attention: every n-th, or those that a drift ranks as the dearest."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from attention_modules.analysis import swap_drift
+from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.drift_report import rows_of, write_report
 from lightning_tasks.callbacks import SwapAttention
-from lightning_tasks.callbacks.healing.kept import kept_layers
 from lightning_tasks.files.load import load_swapped
+from lightning_tasks.language_modeling import LanguageModelingTask
+from lightning_tasks.training.kept_layers import kept_layers
 from tests.lightning_tasks.callbacks.healing.healed import LAYERS, TOKENS, Task, data
 from tests.lightning_tasks.callbacks.modules import fit
 from tests.rows import each_row
@@ -57,7 +61,7 @@ def test_what_does_not_say_it_is_refused(tmp_path, text, every, message):
 
 def test_a_fit_swaps_the_others_and_its_checkpoint_knows_them(tmp_path, ranking):
     path, dearest = ranking
-    swap = SwapAttention("symmetric", keep_every=2, ranking=path)
+    swap = SwapAttention("symmetric", layers={"keep_every": 2, "ranking": path})
     trainer = fit(Task(), [swap], data())
     assert [row.name for row in swap.report] == [
         name for name in (f"net.{each}" for each in LAYERS) if dearest not in name
@@ -69,12 +73,28 @@ def test_a_fit_swaps_the_others_and_its_checkpoint_knows_them(tmp_path, ranking)
 
 
 @each_row(
-    ("options", "message"),
+    ("layers", "message"),
     [
-        ({"ranking": "drift.csv"}, "says which layers to keep, and keep_every= how many: give both"),
+        ({"ranking": "drift.csv"}, "layers must be integers, None for all, or a mapping such as"),
+        ({"keep_every": 2, "where": "*"}, "layers must be integers, None for all, or a mapping such as"),
         ({"keep_every": 1}, "keep_every must be an integer of at least 2, got 1"),
     ],
 )
-def test_options_that_say_nothing_are_refused(options, message):
+@pytest.mark.parametrize(
+    "taker", [lambda layers: SwapAttention("sink", layers=layers), partial(LanguageModelingTask, vocab_size=9)]
+)
+def test_choices_that_say_nothing_are_refused(taker, layers, message):
     with pytest.raises(ValueError, match=message):
-        SwapAttention("sink", **options)
+        taker(layers=layers)
+
+
+@pytest.mark.parametrize("model", [{"model_type": "llama"}, "TransformerLM"])
+def test_a_task_swaps_all_but_the_kept_layers(model):
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+    own = {"class_path": "TransformerLM", "init_args": {"dim": 8, "num_heads": 2, "mlp_dim": 8, "num_tokens": 8}}
+    spec = {**model, **small} if isinstance(model, dict) else own | {"init_args": {**own["init_args"], "num_layers": 4}}
+    task = LanguageModelingTask(spec, 9, "sink", layers={"keep_every": 2}, other_attention="softmax")
+    task.configure_model()
+    found = [type(part.mechanism).__name__ == "SinkAttention" for part in task.modules() if hasattr(part, "mechanism")]
+    assert found.count(True) == 2
+    assert len(attention_layers(task.model)) == 4
