@@ -98,3 +98,76 @@ def visible(attn_mask: Tensor) -> Tensor:
     The one rule for mechanisms and statistics (our reading): True, or a bias above -9,984 (-1e4 in bfloat16).
     """
     return attn_mask if attn_mask.dtype == torch.bool else ~(attn_mask <= HIDDEN)  # NaN is seen
+
+
+def tokens_of(
+    name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Which tokens are there, where rows see the same tokens but for the future: masks of a state that tokens fill.
+
+    Taken are masks of padding, and the causal triangle combined with one, written out for each row as models hand it
+    over. Rows of tokens that are not there may see everything, or nothing.
+
+    Args:
+        name: of the mechanism, for messages.
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``; where it is additive, 0 or hidden.
+        is_causal: row i sees keys 0 to i only.
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+
+    Returns:
+        Boolean ``[B|1, H|1, N]``, None where all tokens are there; and whether the future is hidden.
+
+    Raises:
+        TypeError, ValueError: as :func:`check_mask` and :func:`check_causal`; if it is another mask, where compiled
+            code and what runs on a GPU find that only as they run (RuntimeError).
+    """
+    check_mask(attn_mask, q, k)
+    number = k.shape[-2]
+    if q.shape[-2] != number:
+        raise ValueError(
+            f"{name} attention needs one query for each key, got {q.shape[-2]} and {number}: what stands for earlier "
+            "tokens is its state"
+        )
+    if attn_mask is None:
+        return None, is_causal
+    attn_mask = attn_mask.view((1,) * (4 - attn_mask.dim()) + tuple(attn_mask.shape))
+    seen = visible(attn_mask)
+    if attn_mask.dtype != torch.bool:
+        require(
+            (~seen | (attn_mask == 0)).all(),
+            f"{name} attention has no logits to which a bias could be added: it takes additive masks of 0 and -inf "
+            "alone",
+        )
+    if seen.shape[-2] == 1 or number == 1:
+        return seen[..., -1, :].expand(*seen.shape[:2], number), is_causal
+    past = torch.ones(number, number, dtype=torch.bool, device=k.device).tril()
+    seen = seen.expand(*seen.shape[:2], number, number)
+    same = (seen == seen[..., :1, :]).all()
+    if not is_causal and not torch.compiler.is_compiling() and bool(same):
+        return seen[..., 0, :], False
+    future = (seen & ~past).any(-1)
+    if is_causal:
+        seen, future = seen & past, torch.zeros_like(future)
+    there = seen.diagonal(dim1=-2, dim2=-1) & ~future
+    nothing_or_all = ~there & (seen.all(-1) | ~seen.any(-1))
+    fits = (seen == (past & there.unsqueeze(-2))).all(-1) | nothing_or_all
+    require(
+        fits.all(),
+        f"{name} attention lets all rows see the same tokens but for the future, so it takes masks of padding and "
+        f"causality alone, and this one of shape {tuple(attn_mask.shape)} tells rows apart in another way (a sliding "
+        "window, a tree, packed sequences)",
+    )
+    return there, True
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Refuse values, where a device need not be waited for: a GPU and compiled code say so as they run.
+
+    Raises:
+        ValueError: if it does not hold; there a RuntimeError, later.
+    """
+    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+        torch._assert_async(condition, message)
+    elif not bool(condition):
+        raise ValueError(message)

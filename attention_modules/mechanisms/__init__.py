@@ -31,6 +31,10 @@ from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
 )
+from attention_modules.mechanisms.linear.window import (
+    WindowAttention as WindowAttention,
+    window_attention as window_attention,
+)
 from attention_modules.mechanisms.maps.dam import (
     DifferentiableAttentionMask as DifferentiableAttentionMask,
     dam_attention as dam_attention,

@@ -1,0 +1,228 @@
+"""What mechanisms with a state share: how one is called, and how its output is normalized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules.base import AttentionMechanism, AttentionSpec, State
+from attention_modules.kernels import check_dropout, without_autocast
+from attention_modules.masks import tokens_of
+from attention_modules.mechanisms.linear.operator import linear_operator
+from attention_modules.mechanisms.shared.options import check_choice, check_number
+
+Output = Literal["norm", "gated", "plain"]
+S = "S"  # the name of the state's tensor [B, H, d, d']
+
+
+def mix_by_state(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    state: State | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """:func:`.linear_operator` under the arguments of a mechanism.
+
+    Args:
+        name: of the mechanism, for messages.
+        q, k, v: ``[B, H, N, d]``, of the new tokens alone where there is a state.
+        log_decay, beta: as the operator takes them.
+        attn_mask: of padding, alone or with the causal triangle; see :func:`.tokens_of`.
+        is_causal: must be True, unless the mask says so or there is one token.
+        dropout_p: probability that a token's value is left out of all rows.
+        scale: factor on the output, 1/sqrt(d) where None.
+        state: what stands for all earlier tokens, empty before the first; what stands for all is written into it.
+        starts: before which tokens the state is emptied, ``[B, N]``.
+
+    Raises:
+        ValueError: if the future is not hidden, or a mask or shape does not fit.
+    """
+    tokens, is_causal = tokens_of(name, attn_mask, is_causal, q, k)
+    if not is_causal and q.shape[-2] > 1:
+        raise ValueError(
+            f"{name} attention writes one token after the other into a state, so it must hide the future: pass "
+            "is_causal=True, or for a layer that sees the future (ViT, BERT) choose linear or retention"
+        )
+    out, last = linear_operator(
+        q,
+        k,
+        dropped(v, dropout_p),
+        log_decay,
+        beta,
+        initial_state=of_state(name, state),
+        scale=scale,
+        tokens=tokens,
+        starts=starts,
+    )
+    if state is not None:
+        state[S] = last
+    return out
+
+
+def of_state(name: str, state: State | None) -> Tensor | None:
+    """The tensor of a state; None before the first token.
+
+    Raises:
+        ValueError: if it is the state of something else.
+    """
+    if not state:
+        return None
+    if S not in state:
+        raise ValueError(f"{name} attention has a state {{{S!r}: [B, H, d, d']}}, got one of {', '.join(state)}")
+    return state[S]
+
+
+def refuse_state(name: str, state: State | None, starts: Tensor | None) -> None:
+    """Refuse what a call that sees the future does not have.
+
+    Raises:
+        ValueError: if there is a state, or packed sequences.
+    """
+    if state is not None or starts is not None:
+        given = "a state" if starts is None else "packed sequences (starts)"
+        raise ValueError(f"{name} attention takes {given} only where it hides the future: pass is_causal=True")
+
+
+def dropped(v: Tensor, dropout_p: float) -> Tensor:
+    """Values of which some tokens' are left out, and the others the larger: a map loses whole columns.
+
+    Raises:
+        ValueError: if ``dropout_p`` is no probability.
+    """
+    check_dropout(dropout_p)
+    return v * F.dropout(torch.ones_like(v[..., :1]), dropout_p) if dropout_p else v
+
+
+def unit(x: Tensor) -> Tensor:
+    """x · rsqrt(Σ x² + 1e-6) over the last dimension, in at least float32, as released delta rules have it."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def per_head(x: Tensor) -> Tensor:
+    """One number of each head and token, ``[B, N, H]``, as ``[B, H, N]`` in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
+
+
+class StatefulMechanism(AttentionMechanism):
+    """A mechanism whose state stands for all earlier tokens: a subclass gives :meth:`tensors`, and names its function.
+
+    Args:
+        spec: the layer that it serves.
+    """
+
+    function: ClassVar[Callable[..., Tensor]]
+    """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
+    row_masks = False
+    cache = "state"
+    causality = "always"
+
+    def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
+        """What the function takes: queries, keys, values, gates."""
+        return q, k, v
+
+    def finished(self, out: Tensor, x: Tensor | None) -> Tensor:
+        """What becomes of the output."""
+        return out
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        *,
+        x: Tensor | None = None,
+        state: State | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """Mix the values.
+
+        Args:
+            x: the layer's input ``[B, N, C]``.
+            state: what stands for all earlier tokens, empty before the first; it is filled.
+            starts: before which tokens the state is emptied, boolean ``[B, N]``.
+        """
+        return self.finished(
+            self.mixed(q, k, v, attn_mask, is_causal, dropout_p, scale, x=x, state=state, starts=starts), x
+        )
+
+    def mixed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        dropout_p: float = 0.0,
+        scale: float | None = None,
+        *,
+        x: Tensor | None = None,
+        state: State | None = None,
+        starts: Tensor | None = None,
+    ) -> Tensor:
+        """The same before what becomes of the output."""
+        return self.function(
+            *self.tensors(q, k, v, x),
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            scale=scale,
+            state=state,
+            starts=starts,
+        )
+
+
+class NormedMechanism(StatefulMechanism):
+    """One whose heads are normalized, as published layers have it, since a sum over tokens has no size of its own.
+
+    Args:
+        spec: the layer that it serves.
+        output: ``"norm"``, RMSNorm of each head with a gain of its own; ``"gated"``, times the activation of W_g x;
+            ``"plain"``, as the recurrence gives it.
+        eps: of the norm.
+    """
+
+    activation: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(F.silu)
+    per_head = ("gain", "gate.weight")
+
+    def __init__(self, spec: AttentionSpec, output: Output = "norm", eps: float = 1e-5) -> None:
+        super().__init__(spec)
+        self.output = check_choice("output", output, get_args(Output))
+        self.eps = check_number("eps", eps, above=0.0)
+        width = spec.value_dim or spec.head_dim
+        if output != "plain":
+            self.gain = nn.Parameter(torch.ones(spec.num_heads, 1, width))
+        if output == "gated":
+            self.needs = tuple({*self.needs, "x"})
+            self.gate = nn.Linear(spec.dim, spec.num_heads * width, bias=False)
+
+    def extra_repr(self) -> str:
+        return f"output={self.output!r}"
+
+    def finished(self, out: Tensor, x: Tensor | None) -> Tensor:
+        if self.output == "plain":
+            return out
+        with without_autocast(out.device):
+            wide = torch.promote_types(out.dtype, torch.float32)
+            normed = F.rms_norm(out.to(wide), out.shape[-1:], None, self.eps) * self.gain.to(wide)
+        if self.output == "gated":
+            gate = self.gate(self.needed("x", x)).unflatten(-1, (out.shape[1], -1)).transpose(1, 2)
+            normed = normed * self.activation(gate.to(wide))
+        return normed.to(out.dtype)
