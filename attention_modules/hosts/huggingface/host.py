@@ -41,7 +41,7 @@ from attention_modules.hosts.huggingface.projections import (
 )
 from attention_modules.hosts.huggingface.queries import query_path
 from attention_modules.hosts.huggingface.saving import attach_saving
-from attention_modules.hosts.huggingface.states import STATE, state_layer
+from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
 from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.limits import Limits
@@ -338,6 +338,7 @@ class HuggingFaceHost(Host):
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
         attach_batching(model)
+        attach_states(model)
         attach_initial(model)
         watch_positions(model)
         warn_of_cache(model, SwappedHuggingFace)

@@ -7,16 +7,21 @@ tokens there were, as masks and positions need, stores no key, and reorders, rep
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules.base import State
+from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.layer_call import CACHES
+from attention_modules.hosts.model.attached import attach, is_of_transformers
 from attention_modules.masks import visible
 
 STATE = "attnswap_state"  # by which a layer hands the cache's object for it to our attention function
+_PREPARE = "_prepare_cache_for_generation"
 RECALL = 128  # tokens by which a state can be taken back, once its cache was told to record
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 _TOKENS = {"q": 2, "k": 2, "v": 2, "x": 1, "tokens": 1, "starts": 1}  # the dimension of tokens, of what is recorded
@@ -71,6 +76,29 @@ def _become_state(layer: Any, index: int, name: str) -> None:
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
     if not hasattr(layer, "cumulative_length"):
         layer.cumulative_length = 0
+
+
+def attach_states(model: nn.Module) -> None:
+    """Have each model that generates make caches ready for the states of its layers, before it asks them to record."""
+    attach(model, _PREPARE, _prepared, is_of_transformers)
+
+
+def _prepared(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The model's own preparation of a cache, and that of what will keep a state there.
+
+    Raises:
+        NotImplementedError: if the cache is of a kind that holds no state, or holds something else.
+    """
+    method = getattr(type(model), _PREPARE)
+    done = method(model, *args, **kwargs)
+    given = inspect.signature(method).bind(model, *args, **kwargs).arguments
+    cache = next((given["model_kwargs"][name] for name in CACHES if given["model_kwargs"].get(name) is not None), None)
+    for module in model.modules() if hasattr(getattr(cache, "self_attention_cache", cache), "layers") else ():
+        if isinstance(module, Swapped) and module.mechanism.cache == "state":
+            state_layer(cache, module).ready = False
+    if cache is not None and getattr(given.get("generation_config"), "is_assistant", False):
+        cache.activate_past_recording()
+    return done
 
 
 def mixed(
