@@ -31,6 +31,14 @@ from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
 )
+from attention_modules.mechanisms.linear.hedgehog import (
+    HedgehogAttention as HedgehogAttention,
+    hedgehog_attention as hedgehog_attention,
+)
+from attention_modules.mechanisms.linear.performer import (
+    PerformerAttention as PerformerAttention,
+    performer_attention as performer_attention,
+)
 from attention_modules.mechanisms.linear.window import (
     WindowAttention as WindowAttention,
     window_attention as window_attention,
