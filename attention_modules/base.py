@@ -92,7 +92,7 @@ class AttentionMechanism(nn.Module):
     gives_weights: ClassVar[bool] = False
     """Whether ``forward`` takes ``weights``, a list to which it adds the map ``[B, H, N, M]``, and mixes the values
     with the list's last: so the map that the layer returns has a gradient."""
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: tuple[str, ...] = ()
     """What ``forward`` takes as further keywords: ``"x"``, the layer's input ``[B, N, C]`` (that of the queries);
     ``"first_value"`` and ``"previous_value"``, the values ``[B, H, M, d]`` of the first layer of the same stack and of
     the one before, None in the first layer."""
@@ -121,7 +121,7 @@ class AttentionMechanism(nn.Module):
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence. With ``"state"``, ``forward`` takes ``state``, a :data:`State` that is empty
     before the first token, and which it fills with what stands for all tokens so far."""
-    causality: ClassVar[Causality] = "any"
+    causality: Causality = "any"
     """Whether a call may, may not or must hide the future; where ``row_masks`` is False, it may not by default."""
     remembers: ClassVar[bool] = False
     """Whether it must be given what :meth:`remember` gives of every earlier token: ``forward`` then takes ``kept``."""

@@ -100,9 +100,7 @@ def visible(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.dtype == torch.bool else ~(attn_mask <= HIDDEN)  # NaN is seen
 
 
-def tokens_of(
-    name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
-) -> tuple[Tensor | None, bool]:
+def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
     """Which tokens are there, where rows see the same tokens but for the future: masks of a state that tokens fill.
 
     Taken are masks of padding, and the causal triangle combined with one, written out for each row as models hand it

@@ -31,13 +31,37 @@ from attention_modules.mechanisms.layers.value_residual import (
     ValueResidualAttention as ValueResidualAttention,
     value_residual_attention as value_residual_attention,
 )
+from attention_modules.mechanisms.linear.delta import (
+    DeltaAttention as DeltaAttention,
+    delta_attention as delta_attention,
+)
+from attention_modules.mechanisms.linear.gated_delta import (
+    GatedDeltaAttention as GatedDeltaAttention,
+    gated_delta_attention as gated_delta_attention,
+)
+from attention_modules.mechanisms.linear.gla import (
+    GatedLinearAttention as GatedLinearAttention,
+    gla_attention as gla_attention,
+)
 from attention_modules.mechanisms.linear.hedgehog import (
     HedgehogAttention as HedgehogAttention,
     hedgehog_attention as hedgehog_attention,
 )
+from attention_modules.mechanisms.linear.kda import (
+    KimiDeltaAttention as KimiDeltaAttention,
+    kda_attention as kda_attention,
+)
+from attention_modules.mechanisms.linear.linear import (
+    LinearAttention as LinearAttention,
+    linear_attention as linear_attention,
+)
 from attention_modules.mechanisms.linear.performer import (
     PerformerAttention as PerformerAttention,
     performer_attention as performer_attention,
+)
+from attention_modules.mechanisms.linear.retention import (
+    RetentionAttention as RetentionAttention,
+    retention_attention as retention_attention,
 )
 from attention_modules.mechanisms.linear.window import (
     WindowAttention as WindowAttention,

@@ -20,6 +20,7 @@ def _row_by_row(
     attn_mask: Tensor | None,
     is_causal: bool,
     starts: Tensor | None,
+    eps: float = 0.0,
 ) -> Tensor:
     """Each row's mean of the values that it sees, by ``weights(query, keys, head)`` ``[n]`` of the keys ``[n, d]``."""
     batch, heads, number, _ = q.shape
@@ -32,7 +33,7 @@ def _row_by_row(
                 begun = [j for j in range(i + 1) if starts is not None and starts[b, j]]
                 past = [j for j in range(max(begun, default=0), number) if seen[b, h, i, j]]
                 found = weights(q[b, h, i], k[b, h, past], h)
-                total = found.sum()
+                total = found.sum() + eps
                 rows.append(found @ v[b, h, past] / torch.where(total > 0, total, torch.ones_like(total)))
             samples.append(torch.stack(rows))
     return torch.stack(samples).unflatten(0, (batch, heads))
@@ -90,7 +91,7 @@ def naive_hedgehog(
         factor = torch.ones_like(logits[0]) if alpha is None else alpha[head].sigmoid()
         return torch.cat([found, factor * (logits - logits.amax()).exp()])
 
-    return _row_by_row(weights, q, k, v, attn_mask, is_causal, starts)
+    return _row_by_row(weights, q, k, v, attn_mask, is_causal, starts, eps=0.0 if window else 1e-12)
 
 
 def naive_performer(

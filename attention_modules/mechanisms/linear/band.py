@@ -14,13 +14,13 @@ class Band:
     """The last ``window`` visible keys of each row and the first ``sinks`` of its sequence, a block of rows at a time.
 
     Hidden tokens do not count: a window reaches over them. What stands for all tokens of earlier calls is in ``state``:
-    the last keys and values, ``keys`` and ``values``, at most ``window`` of them, the last of all at the end; the first
-    ones of their sequence, ``first_keys`` and ``first_values`` ``[B, H, sinks, d]``; and ``count`` ``[B]``, how many
-    visible tokens their sequence has had. In what follows the order of a visible token is its number among those of
-    this call, from 0; earlier ones have -1, -2 and so on.
+    the last keys and values, ``keys`` and ``values`` ``[B, H, window, d]``, the last of all at the end; the first ones
+    of their sequence, ``first_keys`` and ``first_values`` ``[B, H, sinks, d]``, zeros where there are fewer; and
+    ``count`` ``[B]``, how many visible tokens their sequence has had. In what follows the order of a visible token is
+    its number among those of this call, from 0; earlier ones have -1, -2 and so on.
 
     Args:
-        k: keys of the new tokens ``[B, H, N, d]``, N at least 1.
+        k: keys of the new tokens ``[B, H, N, d]``.
         v: their values.
         window: how many keys a row sees, itself among them.
         sinks: how many it sees beside.
@@ -40,10 +40,12 @@ class Band:
         state: State | None = None,
     ) -> None:
         self.batch, _, self.tokens = k.shape[:3]
+        tokens, starts = (tokens, starts) if self.tokens else (None, None)
         self.window, self.sinks = window, sinks
-        kept = state["keys"].shape[2] if state else 0
-        self.reach = min(window, kept + self.tokens)  # no row sees more
-        self.before = max(kept, self.reach - 1)  # keys between the first ones and the new ones
+        # Where nothing was before, a window wider than the sequence is as wide as that.
+        kept = window if state else 0
+        self.reach = min(window, kept + self.tokens)
+        self.before = max(kept, self.reach - 1)  # how many keys lie between the first ones and the new ones
         count = state["count"] if state else torch.zeros(self.batch, dtype=torch.long, device=k.device)
         self.k, self.v = (
             torch.cat(
@@ -145,17 +147,25 @@ class Band:
 
     def write(self, state: State) -> None:
         """Fill a state with what stands for all tokens so far."""
-        total, first = self.last[:, -1:], self.first[:, -1:]
-        state["count"] = (total + 1 - first).squeeze(1)
+        if self.tokens == 0 and state:
+            return
+        last = self.last[:, -1:] if self.tokens else self.first - 1
+        first = self.first[:, -1:]
+        order = last + torch.arange(1 - self.window, 1, device=last.device)
+        there = order >= first
+        state["count"] = (last + 1 - first).squeeze(1)
         if self.place is None:
-            keys, values = (x[:, :, -self.reach :].clone() for x in (self.k, self.v))
+            ends = (x[:, :, self.sinks :][:, :, -self.window :] for x in (self.k, self.v))
+            found = [F.pad(x, (0, 0, self.window - x.shape[2], 0)) for x in ends]
         else:
-            index = self.index(total + torch.arange(1 - self.reach, 1, device=total.device))
-            keys, values = (_take(x, index) for x in (self.k, self.v))
-        state["keys"], state["values"] = keys, values
+            found = [_take(x, self.index(order)) for x in (self.k, self.v)]
+        state["keys"], state["values"] = (torch.where(there[:, None, :, None], x, 0.0) for x in found)
         if self.sinks:
+            there = first + torch.arange(self.sinks, device=last.device) <= last
             index = self.first_index(first)
-            state["first_keys"], state["first_values"] = (_take(x, index) for x in (self.k, self.v))
+            state["first_keys"], state["first_values"] = (
+                torch.where(there[:, None, :, None], _take(x, index), 0.0) for x in (self.k, self.v)
+            )
 
 
 def past_tokens(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> Tensor | None:

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attention_modules.base import State
 from attention_modules.kernels import without_autocast
-from attention_modules.masks import tokens_of
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.linear.band import Band, past_tokens
-from attention_modules.mechanisms.linear.kernel_sums import kernel_sums, ratio
-from attention_modules.mechanisms.linear.stateful import S, StatefulMechanism, dropped, of_state, refuse_state
+from attention_modules.mechanisms.linear.operator import linear_operator
+from attention_modules.mechanisms.linear.stateful import S, StatefulMechanism, dropped, mix_by_features, of_state
 from attention_modules.mechanisms.shared.options import check_choice, check_integer, check_number
 from attention_modules.precision import scaled_logits
 
@@ -76,36 +76,35 @@ def hedgehog_attention(
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         if weight.dim() != 3 or weight.shape[:2] != (q.shape[1], q.shape[3]):
             raise ValueError(f"{name} must be [H, d, f] = ({q.shape[1]}, {q.shape[3]}, f), got {tuple(weight.shape)}")
-    dtype, values = v.dtype, dropped(v, dropout_p)
     factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
     if window == 0:
-        tokens, is_causal = tokens_of("hedgehog", attn_mask, is_causal, q, k)
-        if not is_causal and q.shape[-2] > 1:
-            refuse_state("hedgehog", state, starts)
-        past = is_causal or q.shape[-2] == 1
-        given: dict[str, Any] = {"is_causal": past, "tokens": tokens, "starts": starts}
-        features = hedgehog_features(q, q_weight, factor), hedgehog_features(k, k_weight)
-        sums, total, last = kernel_sums(*features, values, initial_state=of_state("hedgehog", state), **given)
-        if state is not None:
-            state[S] = last
-        return ratio(sums, total, dtype)
+        return mix_by_features(
+            "hedgehog",
+            hedgehog_features(q, q_weight, factor),
+            hedgehog_features(k, k_weight),
+            v,
+            LEAST,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+            state=state,
+            starts=starts,
+        )
     if alpha is None or alpha.shape != q.shape[1:2]:
         shown = None if alpha is None else tuple(alpha.shape)
         raise ValueError(f"alpha must be [H] = ({q.shape[1]},) where there is a window, got {shown}")
-    seen = past_tokens("hedgehog", attn_mask, is_causal, q, k)
-    if q.shape[2] == 0:
-        return torch.zeros_like(v)
-    before = of_state("hedgehog", state)
-    band = Band(k, values, window, 0, seen, starts, state)
-    left, left_values, gone = band.leaving()
-    features = hedgehog_features(q, q_weight, factor), hedgehog_features(left, k_weight)
-    given = {"is_causal": True, "tokens": gone[:, None], "starts": starts, "initial_state": before}
-    sums, total, last = kernel_sums(*features, left_values, **given)
-    near, weight = _near(q, band, alpha, scale)
+    tokens = past_tokens("hedgehog", attn_mask, is_causal, q, k)
+    before, band = of_state("hedgehog", state), Band(k, dropped(v, dropout_p), window, 0, tokens, starts, state)
+    left, values, gone = band.leaving()
+    query, key = hedgehog_features(q, q_weight, factor), hedgehog_features(left, k_weight)
+    given = {"scale": 1.0, "tokens": gone[:, None], "starts": starts, "initial_state": before}
+    far, last = linear_operator(query, key, F.pad(values.to(key.dtype), (0, 1), value=1.0), **given)  # type: ignore[arg-type]
+    both = far + _near(q, band, alpha, scale)
     if state is not None:
         band.write(state)
         state[S] = last
-    return ratio(sums + near, total + weight, dtype)
+    total = both[..., -1:]
+    return (both[..., :-1] / torch.where(total > 0, total, 1.0)).to(v.dtype)
 
 
 def hedgehog_features(x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
@@ -116,15 +115,16 @@ def hedgehog_features(x: Tensor, weight: Tensor, factor: float = 1.0) -> Tensor:
         return torch.cat([y.softmax(-1), (-y).softmax(-1)], -1).clamp(min=LEAST)
 
 
-def _near(q: Tensor, band: Band, alpha: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Σ_j γ exp(z_ij - m_i) v_j over the window, ``[B, H, N, d]``, and the same without v, ``[B, H, N, 1]``."""
+def _near(q: Tensor, band: Band, alpha: Tensor, scale: float | None) -> Tensor:
+    """Σ_j γ exp(z_ij - m_i) v_j over the window, and the same of ones: ``[B, H, N, d + 1]``."""
+    if q.shape[2] == 0:
+        return band.v.new_zeros(*q.shape[:3], band.v.shape[-1] + 1)
     queries, keys, values, seen = band.blocks(q)
     with without_autocast(q.device):
         z = scaled_logits(queries, keys, scale)
-        lowest = torch.finfo(z.dtype).min / 2  # -inf would be NaN in rows that see nothing
-        top = z.masked_fill(~seen, lowest).amax(-1, keepdim=True)
+        top = z.masked_fill(~seen, torch.finfo(z.dtype).min / 2).amax(-1, keepdim=True)
         weights = (z - top).masked_fill(~seen, float("-inf")).exp() * torch.sigmoid(alpha.to(z.dtype)).view(-1, 1, 1)
-        return band.whole(weights @ values.to(z.dtype)), band.whole(weights.sum(-1, keepdim=True))
+        return band.whole(weights @ F.pad(values.to(z.dtype), (0, 1), value=1.0))
 
 
 @register_mechanism("hedgehog")
@@ -145,9 +145,9 @@ class HedgehogAttention(StatefulMechanism):
 
     function = staticmethod(hedgehog_attention)
     one_query_per_key = True
-    causality: ClassVar = "any"
+    causality = "any"
     per_head = ("q_weight", "k_weight", "alpha")
-    neutral: ClassVar = {"window": 2**20}
+    neutral: ClassVar = {"window": 1024}
 
     def __init__(
         self, spec: AttentionSpec, window: int = 0, features: int = 64, start: str = "uniform", alpha: float = -2.197
@@ -169,7 +169,9 @@ class HedgehogAttention(StatefulMechanism):
                 nn.init.kaiming_uniform_(weight)
         check_number("alpha", alpha)
         self.alpha = nn.Parameter(torch.full((spec.num_heads,), alpha)) if window else None
-        if not window:
+        if window:
+            self.causality = "always"
+        else:
             self.per_head = ("q_weight", "k_weight")
 
     def extra_repr(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from attention_modules.base import State
 from attention_modules.kernels import without_autocast
 from attention_modules.masks import tokens_of
 from attention_modules.mechanism import AttentionSpec, register_mechanism
-from attention_modules.mechanisms.linear.kernel_sums import kernel_sums, ratio
-from attention_modules.mechanisms.linear.stateful import S, StatefulMechanism, dropped, of_state, refuse_state
+from attention_modules.mechanisms.linear.stateful import StatefulMechanism, mix_by_features
 from attention_modules.mechanisms.shared.options import check_integer
 
 LEAST = 1e-4  # added to the query's features, as in the released code
+NOTHING = 1e-30  # added to sums, which are at least LEAST where a row sees a key
 TOP = "top"  # of a state: the largest exponent of the keys so far, [B, H]
 LOWEST = -1e30  # where there was no key
 
@@ -69,34 +69,30 @@ def performer_attention(
     """
     if projection.dim() != 2 or projection.shape[-1] != q.shape[-1]:
         raise ValueError(f"projection must be [m, d] = (m, {q.shape[-1]}), got {tuple(projection.shape)}")
-    tokens, is_causal = tokens_of("performer", attn_mask, is_causal, q, k)
-    if not is_causal and q.shape[-2] > 1:
-        refuse_state("performer", state, starts)
-    is_causal = is_causal or q.shape[-2] == 1
+    tokens, causal = tokens_of("performer", attn_mask, is_causal, q, k)
     factor = q.shape[-1] ** -0.25
     with without_autocast(q.device):
         wide = torch.promote_types(q.dtype, torch.float32)
         draws = projection.to(wide)
         of_query = (q.to(wide) * (factor if scale is None else scale / factor)) @ draws.mT
+        of_query = (of_query - of_query.amax(-1, keepdim=True)).exp() + LEAST
         rooted = k.to(wide) * factor
         of_key = rooted @ draws.mT - rooted.square().sum(-1, keepdim=True) / 2
-        query = (of_query - of_query.amax(-1, keepdim=True)).exp() + LEAST
         if tokens is not None:
             of_key = of_key.masked_fill(~tokens[..., None], LOWEST)
-        largest = of_key.detach().amax(-1)  # [B, H, N]
-        before = largest.new_full(largest.shape[:2], LOWEST) if not state else state[TOP].to(wide)
-        if is_causal:
-            tops = running_max(torch.cat([before[..., None], largest], -1), starts)
-            fade, top = tops[..., :-1] - tops[..., 1:], tops[..., 1:, None]
+        top, fade = of_key.detach().amax(-1), None  # [B, H, N]; without a gradient, as it cancels
+        if causal or q.shape[-2] == 1:
+            before = state[TOP].to(wide) if state else top.new_full(top.shape[:2], LOWEST)
+            tops = running_max(torch.cat([before[..., None], top], -1), starts)
+            top, fade = tops[..., 1:], tops[..., :-1] - tops[..., 1:]
         else:
-            fade, top = None, largest.amax(-1)[..., None, None]
-        key = (of_key - top).exp()
-    given: dict[str, Any] = {"is_causal": is_causal, "tokens": tokens, "starts": starts}
-    given |= {"initial_state": of_state("performer", state)}
-    sums, total, last = kernel_sums(query, key, dropped(v, dropout_p), fade, **given)
+            tops = top = top.amax(-1, keepdim=True)
+        of_key = (of_key - top[..., None]).exp()
+    given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
+    out = mix_by_features("performer", of_query, of_key, v, NOTHING, fade, state=state, starts=starts, **given)
     if state is not None:
-        state |= {S: last, TOP: tops[..., -1]}
-    return ratio(sums, total, v.dtype)
+        state[TOP] = tops[..., -1]
+    return out
 
 
 def running_max(x: Tensor, starts: Tensor | None) -> Tensor:
@@ -137,7 +133,7 @@ class PerformerAttention(StatefulMechanism):
 
     function = staticmethod(performer_attention)
     one_query_per_key = True
-    causality: ClassVar = "any"
+    causality = "any"
     per_head = ()
     projection: Tensor
 

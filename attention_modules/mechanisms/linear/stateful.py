@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.base import AttentionMechanism, AttentionSpec, State
+from attention_modules.base import AttentionMechanism, AttentionSpec, Causality, State
 from attention_modules.kernels import check_dropout, without_autocast
 from attention_modules.masks import tokens_of
 from attention_modules.mechanisms.linear.operator import linear_operator
+from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.options import check_choice, check_number
+from attention_modules.mechanisms.shared.probe import probe
 
 Output = Literal["norm", "gated", "plain"]
 S = "S"  # the name of the state's tensor [B, H, d, d']
@@ -72,6 +74,46 @@ def mix_by_state(
     return out
 
 
+def mix_by_features(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    eps: float,
+    log_decay: Tensor | None = None,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    state: State | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """q_i·Σ_j k_j v_jᵀ / (q_i·Σ_j k_j + ε) of features q and k of at least float32: the sum is a column of ones on v.
+
+    Arguments as :func:`mix_by_state` has them; where the future is not hidden, there is no state.
+
+    Raises:
+        ValueError: if a mask or shape does not fit, or a call that sees the future has a state.
+    """
+    tokens, is_causal = tokens_of(name, attn_mask, is_causal, q, k)
+    wide = torch.promote_types(q.dtype, v.dtype)
+    values = torch.cat([dropped(v, dropout_p).to(wide), torch.ones_like(v[..., :1], dtype=wide)], -1)
+    with without_autocast(q.device):
+        if is_causal or q.shape[-2] == 1:
+            mixed, last = linear_operator(
+                q, k, values, log_decay, initial_state=of_state(name, state), scale=1.0, tokens=tokens, starts=starts
+            )
+            if state is not None:
+                state[S] = last
+        else:
+            refuse_state(name, state, starts)
+            if tokens is not None:
+                zero = torch.zeros((), dtype=wide, device=k.device)
+                k, values = (torch.where(tokens.unsqueeze(-1), x, zero) for x in (k, values))
+            mixed = q @ (k.mT @ values)
+        return (mixed[..., :-1] / (mixed[..., -1:] + eps)).to(v.dtype)
+
+
 def of_state(name: str, state: State | None) -> Tensor | None:
     """The tensor of a state; None before the first token.
 
@@ -112,7 +154,7 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def per_head(x: Tensor) -> Tensor:
+def of_each_head(x: Tensor) -> Tensor:
     """One number of each head and token, ``[B, N, H]``, as ``[B, H, N]`` in at least float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
 
@@ -128,7 +170,7 @@ class StatefulMechanism(AttentionMechanism):
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
     row_masks = False
     cache = "state"
-    causality = "always"
+    causality: Causality = "always"
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         """What the function takes: queries, keys, values, gates."""
@@ -194,24 +236,30 @@ class NormedMechanism(StatefulMechanism):
 
     Args:
         spec: the layer that it serves.
-        output: ``"norm"``, RMSNorm of each head with a gain of its own; ``"gated"``, times the activation of W_g x;
-            ``"plain"``, as the recurrence gives it.
+        output: ``"norm"``, RMSNorm of each head with a gain of its own; ``"gated"``, that times an activation of W_g x;
+            ``"plain"``, what the recurrence gives.
         eps: of the norm.
+
+    Raises:
+        ValueError: if ``output`` is unknown, or ``eps`` out of its limits.
     """
 
-    activation: ClassVar[Callable[[Tensor], Tensor]] = staticmethod(F.silu)
-    per_head = ("gain", "gate.weight")
+    of_heads: ClassVar[tuple[str, ...]] = ()
+    """As ``per_head``, without what the output has."""
 
     def __init__(self, spec: AttentionSpec, output: Output = "norm", eps: float = 1e-5) -> None:
         super().__init__(spec)
         self.output = check_choice("output", output, get_args(Output))
         self.eps = check_number("eps", eps, above=0.0)
         width = spec.value_dim or spec.head_dim
+        self.per_head = self.of_heads
         if output != "plain":
             self.gain = nn.Parameter(torch.ones(spec.num_heads, 1, width))
+            self.per_head += ("gain",)
         if output == "gated":
-            self.needs = tuple({*self.needs, "x"})
+            self.needs = ("x",)
             self.gate = nn.Linear(spec.dim, spec.num_heads * width, bias=False)
+            self.per_head += ("gate.weight",)
 
     def extra_repr(self) -> str:
         return f"output={self.output!r}"
@@ -219,10 +267,19 @@ class NormedMechanism(StatefulMechanism):
     def finished(self, out: Tensor, x: Tensor | None) -> Tensor:
         if self.output == "plain":
             return out
-        with without_autocast(out.device):
-            wide = torch.promote_types(out.dtype, torch.float32)
-            normed = F.rms_norm(out.to(wide), out.shape[-1:], None, self.eps) * self.gain.to(wide)
+        wide = torch.promote_types(out.dtype, torch.float32)
+        normed = F.rms_norm(out.to(wide), out.shape[-1:], None, self.eps) * self.gain.to(wide)
         if self.output == "gated":
             gate = self.gate(self.needed("x", x)).unflatten(-1, (out.shape[1], -1)).transpose(1, 2)
             normed = normed * self.activation(gate.to(wide))
         return normed.to(out.dtype)
+
+    def activation(self, gate: Tensor) -> Tensor:
+        """Of the output's gate."""
+        return F.silu(gate)
+
+    def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> ActingMap | None:
+        """The weights of the recurrence, before the norm."""
+        if self.output == "plain":
+            return None
+        return probe(lambda values: self.mixed(q, k, values, **given), v, type(self).__name__, self)

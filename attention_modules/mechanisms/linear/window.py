@@ -64,10 +64,8 @@ def window_attention(
     check_sizes(window, sinks)
     check_dropout(dropout_p)
     tokens = past_tokens("window", attn_mask, is_causal, q, k)
-    if q.shape[2] == 0:
-        return v.new_zeros(*q.shape[:3], v.shape[-1])
     band = Band(k, v, window, sinks, tokens, starts, state)
-    whole = band.plain and not state and q.shape[2] <= window
+    whole = q.shape[2] == 0 or (band.plain and not state and q.shape[2] <= window)
     if state is not None:
         band.write(state)
     if whole:
@@ -102,7 +100,7 @@ class WindowAttention(StatefulMechanism):
     function = staticmethod(window_attention)
     one_query_per_key = True
     per_head = ()
-    neutral: ClassVar = {"window": 2**20}
+    neutral: ClassVar = {"window": 1024}
 
     def __init__(self, spec: AttentionSpec, window: int = 512, sinks: int = 4) -> None:
         super().__init__(spec)

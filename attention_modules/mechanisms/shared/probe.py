@@ -28,7 +28,7 @@ from attention_modules.mechanisms.shared.acting import (
 from attention_modules.mechanisms.shared.chunks import attend_by
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NOT_OF_THE_MAP = ("weights", "dropout_p")  # arguments of a call
+_NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call; a state is of other tokens
 
 
 class _SeveralCalls(BaseException):
