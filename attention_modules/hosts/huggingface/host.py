@@ -41,8 +41,8 @@ from attention_modules.hosts.huggingface.projections import (
 )
 from attention_modules.hosts.huggingface.queries import query_path
 from attention_modules.hosts.huggingface.saving import attach_saving
-from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
+from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
 from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.model.heads import fan_out, held_here, mesh_of, spread_refusal
@@ -105,8 +105,8 @@ class SwappedHuggingFace(Swapped):
             return {CACHE: cache} if passes_on else {}
         if not passes_on:
             raise NotImplementedError(
-                f"{type(self.mechanism).__name__} keeps a state, and {self.plain_class.__name__} does not hand its cache "
-                "on to the attention interface (no **kwargs): pass use_cache=False"
+                f"{type(self.mechanism).__name__} keeps a state, and {self.plain_class.__name__} does not hand its "
+                "cache on to the attention interface (no **kwargs): pass use_cache=False"
             )
         return {STATE: state_layer(cache, self)}
 
@@ -280,7 +280,7 @@ class HuggingFaceHost(Host):
         several = "it attends several times in a call, to other values each time" if call.times > 1 else None
         return Limits(
             self._every(layer),
-            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism),
+            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism) or _shares_keys(layer, mechanism),
             without_rows=rows,
             with_input=unread,
             without_query=self._query(layer, super().limits(layer).without_query),
@@ -394,6 +394,17 @@ def _spread(layer: Any, mechanism: AttentionMechanism) -> str | None:
     if mesh is None or sizes is None:
         return None
     return spread_refusal(mechanism, sizes[0], sizes[0] // groups_of(layer), mesh)
+
+
+def _shares_keys(layer: Any, mechanism: AttentionMechanism) -> str | None:
+    """Why a mechanism that keeps no keys has no place in a layer, if so."""
+    sharing = any(getattr(layer, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
+    if mechanism.cache != "state" or not sharing:
+        return None
+    return (
+        f"other layers share its keys and values, and {type(mechanism).__name__} keeps a state in their place: choose "
+        "another mechanism, or leave this layer out of the swap"
+    )
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

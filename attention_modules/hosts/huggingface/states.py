@@ -47,7 +47,7 @@ def state_layer(cache: Any, module: Any) -> Any:
         _become_state(layer, index, name)
     if layer.of not in (None, name) and layer.any_tokens:
         raise NotImplementedError(
-            f"this cache holds the state of {layer.of} in layer {index}, which now has {name}: start with an empty cache"
+            f"this cache holds the state of {layer.of} in layer {index}, which now has {name}: start with an empty one"
         )
     layer.of, layer.ready = name, True
     return layer
@@ -58,15 +58,15 @@ def _become_state(layer: Any, index: int, name: str) -> None:
     plain: Any = getattr(type(layer), "plain_class", type(layer))
     if plain.__name__ not in _KINDS or not plain.__module__.startswith("transformers."):
         raise NotImplementedError(
-            f"{name} keeps a state, for which a {plain.__name__} has no place: take a DynamicCache or a StaticCache, or "
-            "pass use_cache=False"
+            f"{name} keeps a state, for which a {plain.__name__} has no place: take a DynamicCache or a StaticCache, "
+            "or pass use_cache=False"
         )
     held = int(layer.get_seq_length())
     if held:
         raise NotImplementedError(
             f"this key-value cache holds {held} tokens of layer {index} that no layer with {name} has seen, as from "
-            "before a swap or of peft's prefix tuning, and which it cannot continue from: start with an empty cache, or "
-            "take prompt tuning or LoRA"
+            "before a swap or of peft's prefix tuning, and which it cannot continue from: start with an empty cache, "
+            "or take prompt tuning or LoRA"
         )
     layer.__class__ = _keeping_state(plain)
     layer.state, layer.of, layer.ready, layer.any_tokens = {}, None, False, False
@@ -123,7 +123,14 @@ def mixed(
     """
     tokens, starts = new_tokens(module, layer, given["q"], mask, positions, causal)
     given = {**given, "tokens": tokens, "starts": starts}
-    call = functools.partial(_called, module.mix, is_causal=causal, **rest)
+
+    def call(given: dict[str, Any], state: State | None, mix: Callable[..., Tensor] = module.mix) -> Tensor:
+        tokens, starts = given["tokens"], given["starts"]
+        mask = None if tokens is None else tokens[:, None, None]
+        more = {} if starts is None else {"starts": starts}
+        heads = (given[name] for name in "qkvx")
+        return mix(*heads, attn_mask=mask, is_causal=causal, state=state, **more, **rest)
+
     if layer is None:
         return call(given, None)
     if layer.stale:
@@ -135,13 +142,6 @@ def mixed(
         layer.keep(state)
         return out
     return layer.recorded(module.mechanism, call, given)
-
-
-def _called(mix: Callable[..., Tensor], given: dict[str, Any], state: State | None, **rest: Any) -> Tensor:
-    tokens, starts = given["tokens"], given["starts"]
-    rest["attn_mask"] = None if tokens is None else tokens[:, None, None]
-    more = {"state": state} if starts is None else {"state": state, "starts": starts}
-    return mix(given["q"], given["k"], given["v"], given["x"], **rest, **more)
 
 
 def new_tokens(
@@ -168,24 +168,23 @@ def new_tokens(
     rows = torch.arange(number, device=q.device)
     own = rows + (mask.shape[-1] - number if layer is None or not layer.is_static else first)
     columns = torch.arange(mask.shape[-1], device=q.device)
-    # A token that is there sees itself; rows of others may see nothing, or all, the future too.
-    ahead = (seen[:, 0] & (columns > own[:, None])).any(-1)
-    tokens = seen[:, 0, rows, own] & ~ahead
+    tokens = seen[:, 0, rows, own]  # a token that is there sees itself
     starts = None
     if positions is not None and positions.dim() == 2 and positions.shape[-1] == number and number > 1:
         starts = tokens & (positions == 0)
     begun = torch.zeros_like(tokens, dtype=torch.long) if starts is None else starts.long().cumsum(1)
     earlier = columns < own[:1]  # [M]
-    before = (seen[:, 0] & tokens[..., None]).any(1) & earlier
+    telling = seen[:, 0].any(-1)  # rows of padding may see nothing
+    before = seen[:, 0].any(1) & earlier
     expected = (before[:, None] & (begun == 0)[..., None]).expand(-1, -1, mask.shape[-1])
     within = (rows[:, None] >= rows) & (begun[..., None] == begun[:, None]) & tokens[:, None]
     expected = expected.index_copy(2, own, within)
-    free = ~tokens & (ahead | ~seen[:, 0].any(-1))
-    torch._assert_async(((seen == expected[:, None]).all(-1) | free[:, None]).all(), _TREE.format(name=name))
+    right = (seen == expected[:, None]).all(-1) | ~telling[:, None]
+    torch._assert_async(right.all(), _TREE.format(name=name))
     if layer is not None:
         was = 0 if layer.hidden is None else layer.hidden
         held = mask.shape[-1] - number if not layer.is_static else first
-        same = (held - before.sum(-1) == was) | ~tokens.any(-1)
+        same = (held - before.sum(-1) == was) | ~telling.any(-1)
         torch._assert_async(same.all(), _OTHER.format(name=name))
         layer.hidden = was + (~tokens).sum(-1)
     return tokens, starts
@@ -193,8 +192,8 @@ def new_tokens(
 
 _ROWS = "{name} takes masks of padding alone, and this one has other rows"
 _TREE = (
-    "{name} keeps a state, so it takes masks that hide the future and padding alone, and this one hides more or less (a "
-    "tree, a sliding window, or a prefix that sees itself): restore this layer, or choose another mechanism"
+    "{name} keeps a state, so it takes masks that hide the future and padding alone, and this one hides more or less "
+    "(a tree, a sliding window, or a prefix that sees itself): restore this layer, or choose another mechanism"
 )
 _OTHER = (
     "{name} keeps a state of the tokens that were seen when they came, and this mask hides others of them (or none): "
@@ -264,8 +263,8 @@ class _State:
         held = self.cumulative_length_int if self.is_static else self.cumulative_length
         if held + number > window:
             raise NotImplementedError(
-                f"{self.of} keeps a state of all tokens, and this layer's mask hides those beyond {window}: generate no "
-                "more than that, pass use_cache=False, or leave the layer out of the swap"
+                f"{self.of} keeps a state of all tokens, and this layer's mask hides those beyond {window}: generate "
+                "no more than that, or leave the layer out of the swap"
             )
         if self.is_static:
             self.cumulative_length_int += number
@@ -324,9 +323,9 @@ class _State:
         """Let a state take in tokens whose outputs nobody needs; past the hooks of the mechanism."""
 
         def forward(q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, **rest: Any) -> Tensor:
-            return mechanism.forward(q, k, v, **rest, **({} if x is None else {"x": x}))
+            return mechanism.forward(q, k, v, **{**rest, "dropout_p": 0.0}, **({} if x is None else {"x": x}))
 
-        call.func(forward, given, state, **{**call.keywords, "dropout_p": 0.0})  # type: ignore[attr-defined]
+        call(given, state, forward)
 
     def activate_past_recording(self: Any) -> None:
         """Keep from now on what :meth:`crop` needs, as assisted decoding asks."""

@@ -96,7 +96,9 @@ class Band:
         length = min(self.reach, self.tokens)
         number = -(-self.tokens // length)
         wide, more = length + self.reach - 1, number * length - self.tokens
-        last, first = (_longer(x.expand(-1, self.tokens), more).unflatten(1, (number, length)) for x in (self.last, self.first))
+        last, first = (
+            _longer(x.expand(-1, self.tokens), more).unflatten(1, (number, length)) for x in (self.last, self.first)
+        )
         start = last[:, :, 0] - self.reach + 1  # the order of a block's first key, [1 or B, n]
         order = start[..., None] + torch.arange(wide, device=q.device)  # [1 or B, n, wide]
         row, at, begin = order[:, :, None], last[..., None], first[..., None]
@@ -106,7 +108,7 @@ class Band:
             slots = first[:, :, :1] + torch.arange(self.sinks, device=q.device)  # [B, n, sinks]
             beside = (slots < start[..., None])[:, :, None] & (first == first[:, :, :1])[..., None]
             seen = torch.cat([beside, seen.expand(*beside.shape[:-1], -1)], -1)
-            index = self.first_index(first[:, :1 if self.plain else None, 0])
+            index = self.first_index(first[:, : 1 if self.plain else None, 0])
             firsts = (_take(x, index).unflatten(2, (-1, self.sinks)) for x in (self.k, self.v))
             keys, values = (
                 torch.cat([each.expand(-1, -1, number, -1, -1), span], 3)

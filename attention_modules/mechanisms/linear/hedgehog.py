@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.base import State
+from attention_modules.base import Causality, State
 from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.linear.band import Band, past_tokens
@@ -145,8 +145,8 @@ class HedgehogAttention(StatefulMechanism):
 
     function = staticmethod(hedgehog_attention)
     one_query_per_key = True
-    causality = "any"
-    per_head = ("q_weight", "k_weight", "alpha")
+    causality: Causality = "any"
+    per_head: tuple[str, ...] | None = ("q_weight", "k_weight", "alpha")
     neutral: ClassVar = {"window": 1024}
 
     def __init__(
