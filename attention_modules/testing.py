@@ -37,9 +37,18 @@ class Subject:
     spec: AttentionSpec
     options: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> AttentionMechanism:
-        """A mechanism for ``tokens`` tokens whose parameters are random: at a zero start a leak would not show."""
+    def new(self, tokens: int = TOKENS) -> AttentionMechanism:
+        """A mechanism for ``tokens`` tokens, whose calls hide the future where they must, unless they say otherwise."""
         built = build_mechanism(self.mechanism, replace(self.spec, num_tokens=tokens), **self.options)
+        if built.causality == "always":
+            built.register_forward_pre_hook(
+                lambda module, args, given: (args, {"is_causal": True, **given}), with_kwargs=True
+            )
+        return built
+
+    def build(self, tokens: int = TOKENS, dtype: torch.dtype = torch.float32) -> AttentionMechanism:
+        """The same with random parameters: at a zero start a leak would not show."""
+        built = self.new(tokens)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for parameter in built.parameters():
@@ -47,15 +56,15 @@ class Subject:
         return built.to(dtype).eval()
 
     @cached_property
-    def kind(self) -> type[AttentionMechanism]:
-        """The mechanism's class."""
-        return type(self.build())
+    def needs(self) -> tuple[str, ...]:
+        """What the mechanism needs of the layer."""
+        return self.new().needs
 
     def inputs(self, tokens: int = TOKENS, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
         """Random q, k, v ``[B, H, N, d]``, and what else the mechanism needs, that ask for gradients."""
         generator = torch.Generator().manual_seed(seed)
         heads = (BATCH, self.spec.num_heads, tokens, self.spec.head_dim)
-        shapes: dict[str, tuple[int, ...]] = {name: heads for name in ("q", "k", "v", *self.kind.needs)}
+        shapes: dict[str, tuple[int, ...]] = {name: heads for name in ("q", "k", "v", *self.needs)}
         if "x" in shapes:
             shapes["x"] = (BATCH, tokens, self.spec.dim)
         return {
@@ -130,14 +139,18 @@ def check_samples(subject: Subject, check: str = "samples") -> None:
 def check_causality(subject: Subject, check: str = "causality") -> None:
     """No row depends on later tokens, and the three ways to say so give one answer."""
     module, inputs = subject.build(), subject.inputs()
+    past: list[dict[str, Any]] = [{"is_causal": True}, {"attn_mask": _past()}]
+    refused = {"any": [], "always": [{"is_causal": False}], "never": past}[module.causality]
     if not module.row_masks:
-        for case in ({"is_causal": True}, {"attn_mask": _past()}):
-            _require_refused(module, inputs, case, check, "row_masks is False")
+        refused.append({"attn_mask": _past().triu(-1)})
+    for case in refused:
+        _require_refused(module, inputs, case, check, f"row_masks is {module.row_masks}, causality {module.causality}")
+    if module.causality == "never":
         return
     ways: dict[str, dict[str, Any]] = {
         "is_causal=True": {"is_causal": True},
-        "a boolean mask": {"attn_mask": _past()},
-        "an additive mask": {"attn_mask": _additive(_past())},
+        "a boolean mask": {"attn_mask": _past(), "is_causal": False},
+        "an additive mask": {"attn_mask": _additive(_past()), "is_causal": False},
     }
     outputs = {name: module(**inputs, **way) for name, way in ways.items()}
     for name, way in ways.items():
@@ -203,6 +216,8 @@ def check_hidden_tokens(subject: Subject, check: str = "hidden tokens") -> None:
     hidden = torch.tensor([False, False, True, True, False, True, False])  # of TOKENS, between visible ones
     between = torch.eye(TOKENS, dtype=torch.bool) | ~hidden
     cases = {"a mask of tokens": (~hidden[None, :], between)}
+    if module.causality != "never":
+        cases["hidden tokens and causality"] = (_past() & ~hidden, _past() & between)
     if module.row_masks:
         tree = torch.eye(TOKENS, dtype=torch.bool)
         for token, parent in enumerate((0, 0, 0, 1, 1, 2, 4)):
@@ -210,7 +225,6 @@ def check_hidden_tokens(subject: Subject, check: str = "hidden tokens") -> None:
         window = _past().triu(-1)
         through = torch.linalg.matrix_power(window.float(), TOKENS) > 0
         cases |= {
-            "hidden tokens and causality": (_past() & ~hidden, _past() & between),
             "a mask of a tree": (tree, tree),
             "a sliding window": (window, through),
             "two packed sequences": (_packed(3), _packed(3)),
@@ -243,7 +257,8 @@ def check_hidden_rows(subject: Subject, check: str = "hidden rows") -> None:
     seen[0] = seen[3] = False
     cases = {"boolean": seen, "additive": _additive(seen), "all hidden": torch.zeros_like(seen)}
     if not module.row_masks:
-        cases = {"all hidden": torch.zeros(1, TOKENS, dtype=torch.bool)}
+        first = torch.arange(TOKENS) > 2
+        cases = {"all hidden": torch.zeros(1, TOKENS, dtype=torch.bool), "before the others": first[None]}
     for name, mask in cases.items():
         inputs = subject.inputs()
         _require_finite(module(**inputs, attn_mask=mask), inputs, module, check, f"hidden rows ({name} mask)")
@@ -253,10 +268,10 @@ def check_zero_keys(subject: Subject, check: str = "zero keys") -> None:
     """Keys of zero norm, all or in some rows, give finite values and gradients."""
     module = subject.build()
     for case, kept in (("all keys zero", torch.zeros(TOKENS)), ("first keys zero", torch.arange(TOKENS) > 2)):
-        for is_causal in (False, True)[: 1 + module.row_masks]:
+        for causal in _cases(module):
             inputs = {n: (x.detach() * kept[:, None]).requires_grad_() for n, x in subject.inputs().items()}
-            out = module(**inputs, is_causal=is_causal)
-            _require_finite(out, inputs, module, check, f"{case} and is_causal={is_causal}")
+            out = module(**inputs, **causal)
+            _require_finite(out, inputs, module, check, f"{case} ({causal})")
 
 
 def check_gradients(subject: Subject, check: str = "gradients") -> None:
@@ -286,8 +301,8 @@ def check_gradients(subject: Subject, check: str = "gradients") -> None:
 
 
 def _cases(module: AttentionMechanism) -> list[dict[str, Any]]:
-    """No mask, and causality where the mechanism knows it."""
-    return [{}, {"is_causal": True}][: 1 + module.row_masks]
+    """No mask, and causality where calls may have it or not."""
+    return [{}, {"is_causal": True}][: 1 + (module.causality == "any")]
 
 
 def check_single_token(subject: Subject, check: str = "single token") -> None:
@@ -301,10 +316,10 @@ def check_single_token(subject: Subject, check: str = "single token") -> None:
 
 def check_dtypes(subject: Subject, check: str = "dtypes") -> None:
     """Half precision, as inputs and under autocast, with and without a mask, is finite both ways and near float32."""
-    rows = subject.kind.row_masks
-    masked = (_past() if rows else torch.ones(1, 1, dtype=torch.bool)) & (torch.arange(TOKENS) != 1)
+    causal = subject.new().causality != "never"
+    masked = (_past() if causal else torch.ones(1, 1, dtype=torch.bool)) & (torch.arange(TOKENS) != 1)
     masks: dict[str, dict[str, Any]] = {
-        **({"is_causal": {"is_causal": True}} if rows else {}),
+        **({"is_causal": {"is_causal": True}} if causal else {}),
         "a boolean mask": {"attn_mask": masked},
         "an additive mask": {"attn_mask": _additive(masked)},
         "a mask of -1e4": {"attn_mask": torch.zeros(masked.shape).masked_fill(~masked, -1e4)},
@@ -405,9 +420,7 @@ def check_copies(subject: Subject, check: str = "copies") -> None:
     module, inputs = subject.build(), subject.inputs()
     expected = module(**inputs)
     _require_close(copy.deepcopy(module)(**inputs), expected, check, "deepcopy and original", 0.0)
-    other = build_mechanism(
-        subject.mechanism, replace(subject.spec, num_tokens=TOKENS), **subject.options
-    )  # with its own start values
+    other = subject.new()  # with its own start values
     other.load_state_dict(module.state_dict())
     _require_close(other.eval()(**inputs), expected, check, "a module that loaded state_dict() and the original", 0.0)
 
@@ -428,6 +441,33 @@ def check_compile(subject: Subject, check: str = "compile") -> None:
             _require(same, check, f"the gradient of {name} is None in one of compiled and eager ({sorted(case)})")
             if grad is not None and compiled is not None:
                 _require_close(compiled, grad, check, f"compiled and eager gradient of {name} ({sorted(case)})", 1e-3)
+
+
+def check_state(subject: Subject, check: str = "state") -> None:
+    """With a state, every split of a sequence gives what one call gives, padding included, and the same state."""
+    module, inputs = subject.build(dtype=torch.float64), subject.inputs(dtype=torch.float64)
+    if module.cache != "state":
+        return
+    hidden = torch.tensor([True, False, False, True, False, False, False])  # of TOKENS
+    for case, mask in (("no mask", None), ("padding", ~hidden.view(1, 1, 1, -1))):
+        whole: dict[str, Tensor] = {}
+        expected = module(**inputs, attn_mask=mask, is_causal=True, state=whole)
+        _require_close(module(**inputs, attn_mask=mask, is_causal=True), expected, check, f"without a state ({case})")
+        for sizes in ([1] * TOKENS, [3, 1, 3], [TOKENS - 1, 1], [0, TOKENS]):
+            state: dict[str, Tensor] = {}
+            shapes, outs, done = set(), [], 0
+            for size in sizes:
+                part = {name: x[..., done : done + size, :] for name, x in inputs.items()}
+                seen = None if mask is None else mask[..., done : done + size]
+                outs.append(module(**part, attn_mask=seen, is_causal=True, state=state))
+                shapes.add(tuple((name, x.shape) for name, x in state.items()))
+                done += size
+            what = f"parts of {sizes} tokens and one call ({case})"
+            _require_close(torch.cat(outs, -2), expected, check, what, 1e-10)
+            _require(len(shapes) == 1 and state.keys() == whole.keys(), check, f"the state changed its shape: {what}")
+            for name, x in state.items():
+                _require(x.shape[0] == BATCH, check, f"state {name!r} is not batch first: {tuple(x.shape)}")
+                _require_close(x, whole[name], check, f"state {name!r} of {what}", 1e-10)
 
 
 @contextmanager
@@ -459,6 +499,7 @@ CHECKS: dict[str, Callable[[Subject], None]] = {
     "parameters": check_parameters,
     "copies": check_copies,
     "compile": check_compile,
+    "state": check_state,
 }
 """The checks of :func:`check_mechanism` by name, in the order in which they run."""
 

@@ -170,7 +170,7 @@ class StatefulMechanism(AttentionMechanism):
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
     row_masks = False
     cache = "state"
-    causality: ClassVar[Causality] = "always"
+    causality: Causality = "always"
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         """What the function takes: queries, keys, values, gates."""
