@@ -21,7 +21,7 @@ from attention_modules import (
     swap_attention,
 )
 from attention_modules.testing import CHECKS, check_mechanism
-from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.attention_modules.compare import as_it_must, assert_same, masks, random_heads, values_and_gradients
 from tests.rows import each_row, pairwise
 
 HEADS = (2, 3, 9, 8)
@@ -177,8 +177,8 @@ class Pretrained(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
+    def forward(self, x: Tensor, padding: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.encoder(x, mask, padding)
 
 
 NAMES = sorted({case.name for case in CASES})
@@ -190,9 +190,11 @@ def test_starts_as_softmax_where_it_says_so(name):
     length = {"num_tokens": 7} if name in ("dam", "position_bias", "scaled") else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
-    plain = model(x, padding)
+    hides_the_future = bool(as_it_must(mechanism_class(name)))
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if hides_the_future else None
+    plain = model(x, padding, mask)
     swap_attention(model, name, **(neutral or {}), **length)
-    change = (model(x, padding) - plain)[~padding].abs().max().item()
+    change = (model(x, padding, mask) - plain)[~padding].abs().max().item()
     assert change < 1e-5 if neutral is not None else change > 1e-3
 
 
@@ -203,7 +205,7 @@ def test_is_finite_for_zeros(name, dtype):
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]
     given = {n: x.requires_grad_() for n, x in inputs.items()}
-    out = mechanism(**given)
+    out = mechanism(**given, **as_it_must(mechanism))
     (out.sum() + out.square().sum()).backward()
     trained = (*given.values(), *mechanism.parameters())
     assert out.isfinite().all()
@@ -223,12 +225,12 @@ def check_near(name, tokens):
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]
     with torch.no_grad():
-        exact = mechanism(**inputs)
+        exact = mechanism(**inputs, **as_it_must(mechanism))
     limit = 0.25 if name == "hard" else 0.02  # a rounded logit may be the largest in place of another
     for dtype in (torch.bfloat16, torch.float16):
         given = {n: x.clone().requires_grad_() for n, x in inputs.items()}
         with torch.autocast("cpu", dtype):
-            out = mechanism(**given)
+            out = mechanism(**given, **as_it_must(mechanism))
         out.float().square().sum().backward()
         assert (out - exact).norm() <= limit * exact.norm()
         assert all(x.grad is None or x.grad.isfinite().all() for x in given.values())
