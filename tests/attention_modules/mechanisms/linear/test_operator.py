@@ -14,7 +14,7 @@ from attention_modules.mechanisms.linear import operator
 from attention_modules.mechanisms.linear.operator import linear_operator
 from attention_modules.naive import naive_recurrence
 from tests.attention_modules.compare import assert_same
-from tests.rows import each_row
+from tests.rows import each_row, pairwise
 
 GATES = {
     "linear": (),
@@ -110,7 +110,7 @@ STABLE = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 @each_row(
     ("kind", "dtype", "strength"),
-    [*itertools.product(("token", "channel", "gated delta", "kda"), STABLE, (1e-6, 1.0, 2000.0))],
+    pairwise(("token", "channel", "gated delta", "kda"), STABLE, (1e-6, 1.0, 2000.0)),
 )
 def test_is_stable_over_long_sequences(kind, dtype, strength):
     """Decays near 1, usual ones, and decays near 0: -0.05 · 2,000 is far below the logarithm of any float32."""
