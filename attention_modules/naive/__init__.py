@@ -21,6 +21,15 @@ from attention_modules.naive.layers import (
     naive_neutreno as naive_neutreno,
     naive_value_residual as naive_value_residual,
 )
+from attention_modules.naive.linear import (
+    naive_delta as naive_delta,
+    naive_gated_delta as naive_gated_delta,
+    naive_gla as naive_gla,
+    naive_kda as naive_kda,
+    naive_linear as naive_linear,
+    naive_recurrence as naive_recurrence,
+    naive_retention as naive_retention,
+)
 from attention_modules.naive.maps import (
     naive_dam as naive_dam,
     naive_entmax as naive_entmax,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attention_modules import AttentionMechanism
+
 
 def largest_saved(function: Callable[[], Tensor]) -> int:
     """The most elements of a tensor that is kept for the backward pass of what the function gives, which is run."""
@@ -25,6 +27,11 @@ def largest_saved(function: Callable[[], Tensor]) -> int:
 def random_heads(names: str = "qkv", shape=(2, 3, 9, 8), seed: int = 0, dtype=torch.float64) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator, dtype=dtype) for name in names}
+
+
+def as_it_must(mechanism: AttentionMechanism | type[AttentionMechanism]) -> dict[str, bool]:
+    """The arguments of a call that says no more than it must: nothing, or that the future is hidden."""
+    return {"is_causal": True} if mechanism.causality == "always" else {}
 
 
 def values_and_gradients(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -92,8 +92,5 @@ class DeltaAttention(NormedMechanism):
         self.beta = nn.Linear(spec.dim, spec.num_heads, bias=False)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
-        return unit(q), unit(k), v, self.replaced(self.needed("x", x))
-
-    def replaced(self, x: Tensor) -> Tensor:
-        """β of the layer's input."""
-        return of_each_head(self.beta(x)).sigmoid() * (1 + self.negative)
+        beta = of_each_head(self.beta(self.needed("x", x)), q.shape[1]).squeeze(-1).sigmoid()
+        return unit(q), unit(k), v, beta * (1 + self.negative)

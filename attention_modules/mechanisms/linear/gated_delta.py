@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.delta import DeltaAttention
-from attention_modules.mechanisms.linear.stateful import Output, mix_by_state
+from attention_modules.mechanisms.linear.stateful import Output, mix_by_state, of_each_head
 
 
 def gated_delta_attention(
@@ -99,8 +99,8 @@ class GatedDeltaAttention(DeltaAttention):
         self.decay_bias, self.log_rate = new_decay(spec.num_heads, spec.num_heads, slowest=0.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
-        decay = decay_of(self.decay(self.needed("x", x)), self.decay_bias, self.log_rate)
-        return *super().tensors(q, k, v, x)[:3], decay.squeeze(-1), self.replaced(self.needed("x", x))
+        *rest, beta = super().tensors(q, k, v, x)
+        return *rest, decay_of(self.decay(x), self.decay_bias, self.log_rate).squeeze(-1), beta
 
 
 def new_decay(biases: int, heads: int, slowest: float) -> tuple[nn.Parameter, nn.Parameter]:
@@ -114,7 +114,6 @@ def new_decay(biases: int, heads: int, slowest: float) -> tuple[nn.Parameter, nn
 
 def decay_of(logits: Tensor, bias: Tensor, log_rate: Tensor) -> Tensor:
     """-e^A softplus(logits + b), ``[B, H, N, w]`` in at least float32, of logits ``[B, N, H * w]``."""
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    heads = len(log_rate)
-    logits = logits.to(wide).unflatten(-1, (heads, -1)).transpose(1, 2)
-    return -log_rate.to(wide).exp().view(-1, 1, 1) * F.softplus(logits + bias.to(wide).view(heads, 1, -1))
+    logits = of_each_head(logits, len(log_rate))
+    bias = bias.to(logits.dtype).view(len(log_rate), 1, -1)
+    return -log_rate.to(logits.dtype).exp().view(-1, 1, 1) * F.softplus(logits + bias)

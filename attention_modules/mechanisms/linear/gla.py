@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
-from attention_modules.mechanisms.linear.stateful import NormedMechanism, Output, mix_by_state
+from attention_modules.mechanisms.linear.stateful import NormedMechanism, Output, mix_by_state, of_each_head
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 
 
@@ -96,6 +95,5 @@ class GatedLinearAttention(NormedMechanism):
         )
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
-        logits = self.decay(self.needed("x", x)).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return q, k, v, F.logsigmoid(logits.to(wide)) / self.divisor
+        logits = of_each_head(self.decay(self.needed("x", x)), q.shape[1])
+        return q, k, v, F.logsigmoid(logits) / self.divisor

@@ -98,8 +98,8 @@ class KimiDeltaAttention(DeltaAttention):
         self.decay_bias, self.log_rate = new_decay(heads * width, heads, slowest=1.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
-        decay = decay_of(self.decay(self.needed("x", x)), self.decay_bias, self.log_rate)
-        return *super().tensors(q, k, v, x)[:3], decay, self.replaced(self.needed("x", x))
+        *rest, beta = super().tensors(q, k, v, x)
+        return *rest, decay_of(self.decay(x), self.decay_bias, self.log_rate), beta
 
     def activation(self, gate: Tensor) -> Tensor:
         return gate.sigmoid()

@@ -154,9 +154,12 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def of_each_head(x: Tensor) -> Tensor:
-    """One number of each head and token, ``[B, N, H]``, as ``[B, H, N]`` in at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).transpose(1, 2)
+def of_each_head(x: Tensor, heads: int) -> Tensor:
+    """Numbers of each token, ``[B, N, H * w]``, as those of each head, ``[B, H, N, w]``, in at least float32.
+
+    A copy: compiled code takes the strides of a view's gradient for others than they are.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (heads, -1)).transpose(1, 2).contiguous()
 
 
 class StatefulMechanism(AttentionMechanism):
@@ -270,8 +273,7 @@ class NormedMechanism(StatefulMechanism):
         wide = torch.promote_types(out.dtype, torch.float32)
         normed = F.rms_norm(out.to(wide), out.shape[-1:], None, self.eps) * self.gain.to(wide)
         if self.output == "gated":
-            gate = self.gate(self.needed("x", x)).unflatten(-1, (out.shape[1], -1)).transpose(1, 2)
-            normed = normed * self.activation(gate.to(wide))
+            normed = normed * self.activation(of_each_head(self.gate(self.needed("x", x)), out.shape[1]))
         return normed.to(out.dtype)
 
     def activation(self, gate: Tensor) -> Tensor:

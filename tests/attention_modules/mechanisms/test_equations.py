@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attention_modules import (
     AttentionSpec,
@@ -20,7 +21,7 @@ from attention_modules import (
     swap_attention,
 )
 from attention_modules.testing import CHECKS, check_mechanism
-from tests.attention_modules.compare import assert_same, masks, random_heads, values_and_gradients
+from tests.attention_modules.compare import as_it_must, assert_same, masks, random_heads, values_and_gradients
 from tests.rows import each_row, pairwise
 
 HEADS = (2, 3, 9, 8)
@@ -36,6 +37,7 @@ class Case:
         tensors: further arguments of the function, by name, and their shapes.
         shape: of queries, keys and values.
         tolerance: of outputs and gradients, absolute.
+        signs: what brings random tensors within their limits, by name.
         shared: names of the options that the function takes too.
     """
 
@@ -44,6 +46,7 @@ class Case:
     tensors: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shape: tuple[int, ...] = HEADS
     tolerance: float = 1e-12
+    signs: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     shared: tuple[str, ...] = ("iterations", "detach", "pairs", "alpha", "bias", "loss", "a", "outliers")
 
     @property
@@ -57,9 +60,11 @@ class Case:
     def inputs(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
         shapes = {**dict.fromkeys("qkv", self.shape), **self.tensors}
-        return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+        drawn = {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+        return {name: self.signs.get(name, Tensor.clone)(x) for name, x in drawn.items()}
 
 
+LIMITS = {"log_decay": F.logsigmoid, "beta": torch.sigmoid, "k": lambda k: F.normalize(k, dim=-1)}
 CASES = [
     Case("sink", tensors={"sink": (3,)}),
     Case("gated", tensors={"gate": (2, 3, 9, 1)}),
@@ -96,6 +101,14 @@ CASES = [
     Case("differential", {"pairs": "heads"}, {"lam": ()}, shape=(2, 2, 9, 8)),
     Case("qk_norm", tensors={"q_gain": (8,), "k_gain": (8,)}),
     Case("qk_norm", {"gain": "scalar"}, tensors={"q_gain": (1,), "k_gain": (1,)}),
+    Case("linear"),
+    Case("retention", tensors={"log_decay": (3,)}, signs=LIMITS),
+    Case("retention", {"output": "gated"}, {"log_decay": (3,)}, signs=LIMITS),
+    Case("gla", tensors={"log_decay": HEADS}, signs=LIMITS),
+    Case("delta", tensors={"beta": HEADS[:3]}, signs=LIMITS),
+    Case("delta", {"negative": True, "output": "plain"}, {"beta": HEADS[:3]}, signs=LIMITS),
+    Case("gated_delta", tensors={"log_decay": HEADS[:3], "beta": HEADS[:3]}, signs=LIMITS),
+    Case("kda", {"output": "gated"}, {"log_decay": HEADS, "beta": HEADS[:3]}, signs=LIMITS),
 ]
 IDS = ["-".join((case.name, *map(str, case.options.values()))) for case in CASES]
 each = pytest.mark.parametrize("case", CASES, ids=IDS)
@@ -106,11 +119,13 @@ def _first_heads(mask: Any, heads: int) -> Any:
     return mask[..., :heads, :, :] if torch.is_tensor(mask) and mask.dim() > 2 else mask
 
 
-PADDING = ("nothing", "padding")
+PADDING, CAUSAL = ("nothing", "padding"), ("causal", "causal mask", "padding and causal")
 
 
 def _taken(index: int, mask: str, scale: float | None) -> bool:
-    return mask in PADDING or mechanism_class(CASES[index].name).row_masks
+    kind = mechanism_class(CASES[index].name)
+    without_rows = {"any": PADDING + CAUSAL, "always": CAUSAL, "never": PADDING}[kind.causality]
+    return kind.row_masks or mask in without_rows
 
 
 COMPARED = pairwise(range(len(CASES)), masks(), (None, 0.7), allowed=_taken)
@@ -162,8 +177,8 @@ class Pretrained(nn.Module):
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.3)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
-        return self.encoder(x, src_key_padding_mask=padding)
+    def forward(self, x: Tensor, padding: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        return self.encoder(x, mask, padding)
 
 
 NAMES = sorted({case.name for case in CASES})
@@ -175,9 +190,11 @@ def test_starts_as_softmax_where_it_says_so(name):
     length = {"num_tokens": 7} if name in ("dam", "position_bias", "scaled") else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
-    plain = model(x, padding)
+    hides_the_future = bool(as_it_must(mechanism_class(name)))
+    mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if hides_the_future else None
+    plain = model(x, padding, mask)
     swap_attention(model, name, **(neutral or {}), **length)
-    change = (model(x, padding) - plain)[~padding].abs().max().item()
+    change = (model(x, padding, mask) - plain)[~padding].abs().max().item()
     assert change < 1e-5 if neutral is not None else change > 1e-3
 
 
@@ -188,7 +205,7 @@ def test_is_finite_for_zeros(name, dtype):
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]
     given = {n: x.requires_grad_() for n, x in inputs.items()}
-    out = mechanism(**given)
+    out = mechanism(**given, **as_it_must(mechanism))
     (out.sum() + out.square().sum()).backward()
     trained = (*given.values(), *mechanism.parameters())
     assert out.isfinite().all()
@@ -208,12 +225,12 @@ def check_near(name, tokens):
     if "x" in inputs:
         inputs["x"] = inputs["x"][:, 0]
     with torch.no_grad():
-        exact = mechanism(**inputs)
+        exact = mechanism(**inputs, **as_it_must(mechanism))
     limit = 0.25 if name == "hard" else 0.02  # a rounded logit may be the largest in place of another
     for dtype in (torch.bfloat16, torch.float16):
         given = {n: x.clone().requires_grad_() for n, x in inputs.items()}
         with torch.autocast("cpu", dtype):
-            out = mechanism(**given)
+            out = mechanism(**given, **as_it_must(mechanism))
         out.float().square().sum().backward()
         assert (out - exact).norm() <= limit * exact.norm()
         assert all(x.grad is None or x.grad.isfinite().all() for x in given.values())
