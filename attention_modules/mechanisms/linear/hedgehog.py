@@ -144,7 +144,6 @@ class HedgehogAttention(StatefulMechanism):
     """
 
     function = staticmethod(hedgehog_attention)
-    one_query_per_key = True
     causality: Causality = "any"
     per_head: tuple[str, ...] | None = ("q_weight", "k_weight", "alpha")
     neutral: ClassVar = {"window": 1024}

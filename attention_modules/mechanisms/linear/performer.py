@@ -132,7 +132,6 @@ class PerformerAttention(StatefulMechanism):
     """
 
     function = staticmethod(performer_attention)
-    one_query_per_key = True
     causality = "any"
     per_head = ()
     projection: Tensor

@@ -171,6 +171,7 @@ class StatefulMechanism(AttentionMechanism):
 
     function: ClassVar[Callable[..., Tensor]]
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
+    one_query_per_key = True
     row_masks = False
     one_query_per_key = True
     cache = "state"

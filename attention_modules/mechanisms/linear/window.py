@@ -98,7 +98,6 @@ class WindowAttention(StatefulMechanism):
     """
 
     function = staticmethod(window_attention)
-    one_query_per_key = True
     per_head = ()
     neutral: ClassVar = {"window": 1024}
 
