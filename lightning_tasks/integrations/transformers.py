@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from attention_modules.extras import needed_for
+from attention_modules.hosts.huggingface.saving import write_card
 from lightning_tasks.integrations.loop import Loop
 
 with needed_for("attnswap.integrations.transformers", "hf"):
@@ -18,7 +19,8 @@ with needed_for("attnswap.integrations.transformers", "hf"):
 class Watch(TrainerCallback):
     """Runs monitors, regularizers and stabilizers of :mod:`attnswap.callbacks` in a Trainer of transformers.
 
-    What they log is logged by the Trainer, so that its history and its reporters (W&B, TensorBoard) have it.
+    What they log is logged by the Trainer, so that its history and its reporters (W&B, TensorBoard) have it. The
+    Trainer's model card names what was swapped in the model.
 
     Args:
         trainer: in which it runs.
@@ -36,7 +38,7 @@ class Watch(TrainerCallback):
     def __init__(self, trainer: Trainer, *callbacks: pl.Callback) -> None:
         self._trainer, self._callbacks = trainer, callbacks
         self._loop: Loop | None = None
-        train = trainer.train
+        train, create_card = trainer.train, trainer.create_model_card
 
         @wraps(train)
         def train_and_leave(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +48,13 @@ class Watch(TrainerCallback):
                 self._leave(error)
                 raise
 
-        trainer.train = train_and_leave  # type: ignore[method-assign]
+        @wraps(create_card)
+        def create_and_name_swap(*args: Any, **kwargs: Any) -> None:
+            create_card(*args, **kwargs)
+            if trainer.is_world_process_zero():
+                write_card(trainer.model, trainer.args.output_dir)
+
+        trainer.train, trainer.create_model_card = train_and_leave, create_and_name_swap  # type: ignore[method-assign]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin."""

@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from attention_modules import swap_attention  # noqa: E402
 from attnswap.integrations.transformers import Watch  # noqa: E402
 from lightning_tasks.callbacks import AttentionMonitor, EntropyRegularizer, LocAteR  # noqa: E402
 
@@ -46,7 +47,7 @@ def trained(tmp_path, callbacks, accumulate=1, wrap=lambda model: model, count=1
         trainer.add_callback(Watch(trainer, *callbacks))
     trainer.train()
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
-    return trainer.state.log_history, weights
+    return trainer.state.log_history, weights, trainer
 
 
 def lora(model):
@@ -67,8 +68,8 @@ HOWS = {
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.costly) for how in HOWS])
 def test_watching_changes_nothing_however_it_trains(tmp_path, how):
-    _, plain = trained(tmp_path, [], **HOWS[how])
-    history, watched = trained(tmp_path, [AttentionMonitor(every_n_steps=1)], **HOWS[how])
+    _, plain, _ = trained(tmp_path, [], **HOWS[how])
+    history, watched, _ = trained(tmp_path, [AttentionMonitor(every_n_steps=1)], **HOWS[how])
     assert torch.equal(plain, watched)
     assert sum("attention/entropy/mean" in row for row in history) == 4
     assert not torch.equal(trained(tmp_path, [LocAteR(10.0)], **HOWS[how])[1], plain)
@@ -77,8 +78,8 @@ def test_watching_changes_nothing_however_it_trains(tmp_path, how):
 @pytest.mark.parametrize("penalty", [lambda: LocAteR(10.0), lambda: EntropyRegularizer(10.0, target=0.3)])
 def test_a_last_step_of_fewer_batches_has_its_whole_penalty(tmp_path, penalty):
     """The Trainer divides the loss by the batches that there are."""
-    _, two_of_three = trained(tmp_path, [penalty()], accumulate=3, count=4)
-    _, two_of_two = trained(tmp_path, [penalty()], accumulate=2, count=4)
+    _, two_of_three, _ = trained(tmp_path, [penalty()], accumulate=3, count=4)
+    _, two_of_two, _ = trained(tmp_path, [penalty()], accumulate=2, count=4)
     assert torch.equal(two_of_three, two_of_two)
 
 
@@ -100,17 +101,27 @@ def test_after_an_error_the_model_is_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_watching_changes_nothing_and_is_in_the_history(tmp_path, accumulate):
-    _, plain = trained(tmp_path, [], accumulate)
-    history, watched = trained(tmp_path, [AttentionMonitor(every_n_steps=2)], accumulate)
+    _, plain, _ = trained(tmp_path, [], accumulate)
+    history, watched, _ = trained(tmp_path, [AttentionMonitor(every_n_steps=2)], accumulate)
     assert torch.equal(plain, watched)
     seen = [row for row in history if "attention/entropy/mean" in row]
     assert len(seen) == 2
     assert all(0 < row["attention/entropy/mean"] < 3 for row in seen)
 
 
+def test_the_card_of_the_trainer_names_what_was_swapped(tmp_path):
+    trainer = trained(tmp_path, [AttentionMonitor(2)], wrap=lambda model: (swap_attention(model, "gated"), model)[1])[2]
+    with pytest.warns(UserWarning, match="saving 2 swapped attention layers"):
+        trainer.save_model()
+    trainer.create_model_card(model_name="mine")
+    text = (tmp_path / "README.md").read_text()
+    assert "# mine" in text
+    assert "| gated |" in text
+
+
 def test_a_regularizer_trains(tmp_path):
-    history, weights = trained(tmp_path, [LocAteR(10.0)])
-    _, plain = trained(tmp_path, [])
+    history, weights, _ = trained(tmp_path, [LocAteR(10.0)])
+    _, plain, _ = trained(tmp_path, [])
     assert not torch.equal(weights, plain)
     penalties = [row["locater/penalty"] for row in history if "locater/penalty" in row]
     assert len(penalties) == 4
