@@ -121,7 +121,7 @@ class AttentionMechanism(nn.Module):
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
     than queries, else the whole sequence. With ``"state"``, ``forward`` takes ``state``, a :data:`State` that is empty
     before the first token, and which it fills with what stands for all tokens so far."""
-    causality: ClassVar[Causality] = "any"
+    causality: Causality = "any"
     """Whether a call may, may not or must hide the future; where ``row_masks`` is False, it may not by default."""
     remembers: ClassVar[bool] = False
     """Whether it must be given what :meth:`remember` gives of every earlier token: ``forward`` then takes ``kept``."""

@@ -43,6 +43,10 @@ from attention_modules.mechanisms.linear.gla import (
     GatedLinearAttention as GatedLinearAttention,
     gla_attention as gla_attention,
 )
+from attention_modules.mechanisms.linear.hedgehog import (
+    HedgehogAttention as HedgehogAttention,
+    hedgehog_attention as hedgehog_attention,
+)
 from attention_modules.mechanisms.linear.kda import (
     KimiDeltaAttention as KimiDeltaAttention,
     kda_attention as kda_attention,
@@ -51,9 +55,17 @@ from attention_modules.mechanisms.linear.linear import (
     LinearAttention as LinearAttention,
     linear_attention as linear_attention,
 )
+from attention_modules.mechanisms.linear.performer import (
+    PerformerAttention as PerformerAttention,
+    performer_attention as performer_attention,
+)
 from attention_modules.mechanisms.linear.retention import (
     RetentionAttention as RetentionAttention,
     retention_attention as retention_attention,
+)
+from attention_modules.mechanisms.linear.window import (
+    WindowAttention as WindowAttention,
+    window_attention as window_attention,
 )
 from attention_modules.mechanisms.maps.dam import (
     DifferentiableAttentionMask as DifferentiableAttentionMask,

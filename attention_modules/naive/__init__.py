@@ -43,6 +43,11 @@ from attention_modules.naive.outputs import (
     naive_gated as naive_gated,
     naive_twicing as naive_twicing,
 )
+from attention_modules.naive.past import (
+    naive_hedgehog as naive_hedgehog,
+    naive_performer as naive_performer,
+    naive_window as naive_window,
+)
 from attention_modules.naive.pursuit import (
     naive_rpc as naive_rpc,
     naive_scaled as naive_scaled,

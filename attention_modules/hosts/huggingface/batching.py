@@ -57,7 +57,13 @@ def _refusals(model: Any, layers: Sequence[Any]) -> list[str]:
     reasons += [
         f"{name} takes masks of padding alone, and here each row sees the tokens of its own request"
         for name, mechanism in mechanisms.items()
-        if not mechanism.row_masks
+        if not mechanism.row_masks and mechanism.cache != "state"
+    ]
+    reasons += [
+        f"{name} keeps a state of each request, and layers are not told whose tokens they are given (requests with a "
+        "common beginning share the first blocks of a paged cache, too)"
+        for name, mechanism in mechanisms.items()
+        if mechanism.cache == "state"
     ]
     reasons += [
         f"{name} has no query, and with this version of transformers layers do not tell which keys are new"

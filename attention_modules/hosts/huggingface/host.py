@@ -42,6 +42,7 @@ from attention_modules.hosts.huggingface.projections import (
 from attention_modules.hosts.huggingface.queries import query_path
 from attention_modules.hosts.huggingface.saving import attach_saving
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
+from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
 from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.model.heads import fan_out, held_here, mesh_of, spread_refusal
@@ -69,7 +70,8 @@ class SwappedHuggingFace(Swapped):
             x = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
             several = self.head_mesh is not None
             kwargs[INPUT] = fan_out(x, self.head_mesh) if several and isinstance(x, Tensor) else x
-        if self.mechanism.cache != "whole sequence" and (not self.mechanism.uses_query or self.mechanism.remembers):
+        of_earlier = not self.mechanism.uses_query or self.mechanism.remembers or self.mechanism.cache == "state"
+        if self.mechanism.cache != "whole sequence" and of_earlier:
             kwargs |= self._cache(args, kwargs)
         if self.head_mesh is None:
             return super().forward(*args, **kwargs)
@@ -89,11 +91,24 @@ class SwappedHuggingFace(Swapped):
         return self.query_factor * (q.shape[-1] ** -0.5 if scale is None else scale)
 
     def _cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The cache that the layer is called with, for our attention function, where its forward passes it on."""
+        """The cache that the layer is called with, for our attention function, where its forward passes it on.
+
+        Raises:
+            NotImplementedError: if the mechanism keeps a state there, and cannot.
+        """
         names, passes_on = _forward_of(self.plain_class)
         given = _named(names, args, kwargs)
         cache = next((given[name] for name in CACHES if given.get(name) is not None), None)
-        return {CACHE: cache} if cache is not None and passes_on else {}
+        if cache is None:
+            return {}
+        if self.mechanism.cache != "state":
+            return {CACHE: cache} if passes_on else {}
+        if not passes_on:
+            raise NotImplementedError(
+                f"{type(self.mechanism).__name__} keeps a state, and {self.plain_class.__name__} does not hand its "
+                "cache on to the attention interface (no **kwargs): pass use_cache=False"
+            )
+        return {STATE: state_layer(cache, self)}
 
     def _check_own_sequence(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = _named(_forward_of(self.plain_class)[0], args, kwargs)
@@ -266,7 +281,7 @@ class HuggingFaceHost(Host):
         several = "it attends several times in a call, to other values each time" if call.times > 1 else None
         return Limits(
             self._every(layer),
-            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism),
+            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism) or _shares_keys(layer, mechanism),
             without_rows=rows,
             with_input=unread,
             without_query=self._query(layer, super().limits(layer).without_query),
@@ -324,6 +339,7 @@ class HuggingFaceHost(Host):
     def settle(self, model: nn.Module) -> None:
         attach_saving(model)
         attach_batching(model)
+        attach_states(model)
         attach_initial(model)
         watch_positions(model)
         warn_of_cache(model, SwappedHuggingFace)
@@ -379,6 +395,17 @@ def _spread(layer: Any, mechanism: AttentionMechanism) -> str | None:
     if mesh is None or sizes is None:
         return None
     return spread_refusal(mechanism, sizes[0], sizes[0] // groups_of(layer), mesh)
+
+
+def _shares_keys(layer: Any, mechanism: AttentionMechanism) -> str | None:
+    """Why a mechanism that keeps no keys has no place in a layer, if so."""
+    sharing = any(getattr(layer, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
+    if mechanism.cache != "state" or not sharing:
+        return None
+    return (
+        f"other layers share its keys and values, and {type(mechanism).__name__} keeps a state in their place: choose "
+        "another mechanism, or leave this layer out of the swap"
+    )
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

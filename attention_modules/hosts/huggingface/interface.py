@@ -24,6 +24,7 @@ from attention_modules.hosts.huggingface.given import (
     with_key,
     with_masks,
 )
+from attention_modules.hosts.huggingface.states import STATE, mixed
 from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.shown import ShownMap
 from attention_modules.sharing import as_before
@@ -71,7 +72,7 @@ def mechanism_attention_forward(
     own_keys, cache = key, kwargs.get("cache")
     if cache is not None:
         key, value, attention_mask = paged(module, cache, key, value, attention_mask, kwargs)
-    if attention_mask is not None and not mechanism.row_masks:
+    if attention_mask is not None and not mechanism.row_masks and mechanism.cache != "state":
         attention_mask = _one_row(attention_mask, type(mechanism).__name__)
     _check_shapes(module, query, key)
     remembered: dict[str, Tensor] = {}
@@ -88,6 +89,9 @@ def mechanism_attention_forward(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    if mechanism.cache == "state":
+        out = _with_state(module, query, key, value, attention_mask, is_causal, kwargs, dropout, scaling)
+        return out.transpose(1, 2).contiguous(), out.new_empty(*out.shape[:-1], 0)
     # One new token sees every cached one, while SDPA's is_causal would let it see the first only.
     causal = attention_mask is None and query.shape[2] > 1 and module.hides_the_future(is_causal)
     if causal and key.shape[2] > query.shape[2]:  # a static cache that is still empty beyond the prompt
@@ -127,6 +131,27 @@ def mechanism_attention_forward(
     )
     nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
     return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
+
+
+def _with_state(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    arguments: dict[str, Any],
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """What a mechanism gives that keeps a state of earlier tokens: ``[B, H, N, d]``."""
+    mechanism, layer = module.mechanism, arguments.get(STATE)
+    _check_whole(mechanism, query, key)
+    x = _input_of(arguments.get(INPUT), query) if "x" in mechanism.needs else None
+    causal = mechanism.causality == "always" or bool(mechanism.spec.is_causal if is_causal is None else is_causal)
+    given = {"q": query, "k": key, "v": value, "x": x}
+    positions = arguments.get("position_ids")
+    return mixed(module, layer, given, mask, positions, causal, dropout_p=dropout, scale=scaling)
 
 
 def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> None:

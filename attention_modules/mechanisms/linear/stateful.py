@@ -171,10 +171,11 @@ class StatefulMechanism(AttentionMechanism):
 
     function: ClassVar[Callable[..., Tensor]]
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
+    one_query_per_key = True
     row_masks = False
     one_query_per_key = True
     cache = "state"
-    causality: ClassVar[Causality] = "always"
+    causality: Causality = "always"
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         """What the function takes: queries, keys, values, gates."""

@@ -48,7 +48,18 @@ class Case:
     shape: tuple[int, ...] = HEADS
     tolerance: float = 1e-12
     signs: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    shared: tuple[str, ...] = ("iterations", "detach", "pairs", "alpha", "bias", "loss", "a", "outliers")
+    shared: tuple[str, ...] = (
+        "iterations",
+        "detach",
+        "pairs",
+        "alpha",
+        "bias",
+        "loss",
+        "a",
+        "outliers",
+        "window",
+        "sinks",
+    )
 
     @property
     def function(self) -> Callable[..., Tensor]:
@@ -110,6 +121,12 @@ CASES = [
     Case("delta", tensors={"beta": HEADS[:3]}, signs=LIMITS),
     Case("delta", {"negative": True, "output": "plain"}, {"beta": HEADS[:3]}, signs=LIMITS),
     Case("gated_delta", tensors={"log_decay": HEADS[:3], "beta": HEADS[:3]}, signs=LIMITS),
+    Case("window", {"window": 3, "sinks": 0}),
+    Case("window", {"window": 3, "sinks": 2}),
+    Case("window", {"window": 512, "sinks": 4}),
+    Case("hedgehog", tensors={"q_weight": (3, 8, 5), "k_weight": (3, 8, 5)}),
+    Case("hedgehog", {"window": 3}, {"q_weight": (3, 8, 5), "k_weight": (3, 8, 5), "alpha": (3,)}),
+    Case("performer", tensors={"projection": (12, 8)}),
     Case("kda", {"output": "gated"}, {"log_decay": HEADS, "beta": HEADS[:3]}, signs=LIMITS),
 ]
 IDS = ["-".join((case.name, *map(str, case.options.values()))) for case in CASES]
@@ -125,7 +142,7 @@ PADDING, CAUSAL = ("nothing", "padding"), ("causal", "causal mask", "padding and
 
 
 def _taken(index: int, mask: str, scale: float | None) -> bool:
-    kind = mechanism_class(CASES[index].name)
+    kind = build_mechanism(CASES[index].name, AttentionSpec(32, 4, 8), **CASES[index].options)
     without_rows = {"any": PADDING + CAUSAL, "always": CAUSAL, "never": PADDING}[kind.causality]
     return kind.row_masks or mask in without_rows
 
@@ -188,11 +205,12 @@ NAMES = sorted({case.name for case in CASES})
 
 @pytest.mark.parametrize("name", [*NAMES, "scaled"])
 def test_starts_as_softmax_where_it_says_so(name):
-    neutral = build_mechanism(name, AttentionSpec(24, 3, 8, num_tokens=7)).neutral
+    spec = AttentionSpec(24, 3, 8, num_tokens=7)
+    neutral = build_mechanism(name, spec).neutral
     length = {"num_tokens": 7} if name in ("dam", "position_bias", "scaled") else {}
     x, model = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(4)), Pretrained().eval()
     padding = torch.arange(7) >= torch.tensor([[7], [5]])
-    hides_the_future = bool(as_it_must(mechanism_class(name)))
+    hides_the_future = bool(as_it_must(build_mechanism(name, spec, **{**(neutral or {}), **length})))
     mask = torch.ones(7, 7, dtype=torch.bool).triu(1) if hides_the_future else None
     plain = model(x, padding, mask)
     swap_attention(model, name, **(neutral or {}), **length)
