@@ -48,7 +48,18 @@ class Case:
     shape: tuple[int, ...] = HEADS
     tolerance: float = 1e-12
     signs: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    shared: tuple[str, ...] = ("iterations", "detach", "pairs", "alpha", "bias", "loss", "a", "outliers", "window", "sinks")
+    shared: tuple[str, ...] = (
+        "iterations",
+        "detach",
+        "pairs",
+        "alpha",
+        "bias",
+        "loss",
+        "a",
+        "outliers",
+        "window",
+        "sinks",
+    )
 
     @property
     def function(self) -> Callable[..., Tensor]:
