@@ -91,7 +91,7 @@ def performer_attention(
     given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
     out = mix_by_features("performer", of_query, of_key, v, NOTHING, fade, state=state, starts=starts, **given)
     if state is not None:
-        state[TOP] = tops[..., -1]
+        state[TOP] = tops[..., -1].clone()
     return out
 
 

@@ -1,0 +1,1 @@
+"""What swapped language models cost while they write."""
