@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attention_modules.kernels import transforms_active
+
 # Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4, which bfloat16 rounds to -9,984; exp
 # of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
 # again in the backward pass.
@@ -160,12 +162,12 @@ def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Refuse values, where a device need not be waited for: a GPU and compiled code say so as they run.
+    """Refuse values without waiting for a device: a GPU and compiled code say so as they run, torch.func does not.
 
     Raises:
         ValueError: if it does not hold; there a RuntimeError, later.
     """
     if torch.compiler.is_compiling() or condition.device.type != "cpu":
         torch._assert_async(condition, message)
-    elif not bool(condition):
+    elif not transforms_active() and not bool(condition):
         raise ValueError(message)

@@ -462,7 +462,8 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         host, module = layer.host, layer.module
         swapped = isinstance(module, Swapped)
         limits = host.limits(module)
-        for reason in limits.reasons(built, place.cross):
+        sees_the_future = host.tells_causality and not layer.spec.is_causal
+        for reason in limits.reasons(built, place.cross, sees_the_future):
             _raise_for(layer.name, reason)
         changed = not built.uses_query or _has_parameters(built) or (swapped and _changes_parameters(module))
         _raise_for(layer.name, hook_refusal(module) or replicated if changed else None)

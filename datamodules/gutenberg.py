@@ -25,7 +25,7 @@ class GutenbergDataModule(TextDataModule):
         batch_size: windows a batch and process.
         num_workers: loader processes.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all words, or for 8,192 BPE tokens.
-        tokenizer: "word" or "bpe" (needs the extra `hf`).
+        tokenizer: "word", "bpe", or the folder of a pretrained model (these two need the extra `hf`).
         cache_dir: folder for prepared ids; None for `$ATTNSWAP_CACHE`, else the user's cache folder.
 
     Raises:

@@ -17,17 +17,19 @@ from .shared.loader import ResumableLoader
 from .shared.paths import cache_root
 from .shared.token_cache import CacheEntry, write_tokens
 from .shared.tokenizers import (
-    END_OF_LINE_ID,
     MIN_BPE_SIZE,
     MIN_WORD_SIZE,
     BPETokenizer,
+    PretrainedTokenizer,
     Tokenizer,
     WordTokenizer,
+    digest_of,
 )
 from .shared.windows import EpochShuffle, TokenWindows
 
 SPLITS = ("train", "validation", "test")
-_TOKENIZERS: dict[str, tuple[type[WordTokenizer] | type[BPETokenizer], int]] = {
+_Class = type[WordTokenizer] | type[BPETokenizer] | type[PretrainedTokenizer]
+_TOKENIZERS: dict[str, tuple[_Class, int]] = {
     "word": (WordTokenizer, MIN_WORD_SIZE),
     "bpe": (BPETokenizer, MIN_BPE_SIZE),
 }
@@ -44,11 +46,11 @@ class TextDataModule(DataModule):
         batch_size: windows a batch and process.
         num_workers: loader processes.
         vocab_size: the most ids, `<unk>` and `<eos>` included; None for all words, or for 8,192 BPE tokens.
-        tokenizer: "word" or "bpe".
+        tokenizer: "word", "bpe", or the folder of a pretrained Hugging Face model, whose tokenizer is taken as it is.
         cache_dir: folder for prepared ids; None for `$ATTNSWAP_CACHE`, else the user's cache folder.
 
     Raises:
-        ValueError: a number is below its limit, or the tokenizer is unknown.
+        ValueError: a number is below its limit, the tokenizer is unknown, or `vocab_size` is given beside a folder.
         NotADirectoryError: `cache_dir` is a file.
 
     Example:
@@ -72,9 +74,15 @@ class TextDataModule(DataModule):
     ) -> None:
         super().__init__(batch_size, num_workers)
         self.num_tokens = check_at_least("num_tokens", num_tokens, 1)
-        if tokenizer not in _TOKENIZERS:
-            raise ValueError(f"tokenizer is {tokenizer!r}: give one of {', '.join(map(repr, _TOKENIZERS))}")
-        self._tokenizer_class, smallest = _TOKENIZERS[tokenizer]
+        self._pretrained = None if tokenizer in _TOKENIZERS else Path(tokenizer)
+        if self._pretrained is not None and not (self._pretrained / PretrainedTokenizer.file_name).is_file():
+            raise ValueError(
+                f"tokenizer is {tokenizer!r}: give one of {', '.join(map(repr, _TOKENIZERS))}, or the folder of a "
+                f"pretrained model, with its {PretrainedTokenizer.file_name}"
+            )
+        if self._pretrained is not None and vocab_size is not None:
+            raise ValueError(f"vocab_size is {vocab_size}, and the tokenizer of {tokenizer} has its own: leave it out")
+        self._tokenizer_class, smallest = _TOKENIZERS.get(tokenizer, (PretrainedTokenizer, 1))
         self.max_vocab_size = None if vocab_size is None else check_at_least("vocab_size", vocab_size, smallest)
         self.tokenizer_name = tokenizer
         self.cache_dir = cache_root(cache_dir)
@@ -125,7 +133,7 @@ class TextDataModule(DataModule):
             raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}; delete this folder") from error
 
     def train_dataloader(self) -> DataLoader:
-        windows = TokenWindows(self.tokens("train"), self.num_tokens, END_OF_LINE_ID)
+        windows = TokenWindows(self.tokens("train"), self.num_tokens, self._ready(self._tokenizer).start_id)
         return self._loader(windows, EpochShuffle(windows))
 
     def val_dataloader(self) -> DataLoader:
@@ -147,7 +155,8 @@ class TextDataModule(DataModule):
     __str__ = __repr__
 
     def _cache_entry(self) -> CacheEntry:
-        settings = {"tokenizer": self.tokenizer_name, "splitter": self.splitter, "vocab_size": self.max_vocab_size}
+        name = self.tokenizer_name if self._pretrained is None else digest_of(self._pretrained)
+        settings = {"tokenizer": name, "splitter": self.splitter, "vocab_size": self.max_vocab_size}
         return CacheEntry.of(self.cache_dir, self.text_name, {**settings, "source": self.source_identity()})
 
     def _write(self, folder: Path) -> None:
@@ -161,6 +170,8 @@ class TextDataModule(DataModule):
                 )
 
     def _train_tokenizer(self) -> Tokenizer:
+        if self._pretrained is not None:
+            return PretrainedTokenizer.load(self._pretrained)
         batches = self._shown("train", f"{self.text_name}: vocabulary")
         if self._tokenizer_class is BPETokenizer:
             return BPETokenizer.train(batches, self.max_vocab_size)
@@ -178,7 +189,8 @@ class TextDataModule(DataModule):
                 bar.update(len(lines))
 
     def _in_order(self, split: str) -> DataLoader:
-        windows = TokenWindows(self.tokens(split), self.num_tokens, END_OF_LINE_ID, multiple_of=self.world_size)
+        start = self._ready(self._tokenizer).start_id
+        windows = TokenWindows(self.tokens(split), self.num_tokens, start, multiple_of=self.world_size)
         return self._loader(windows, SequentialSampler(windows))
 
     def _loader(self, windows: TokenWindows, sampler: Any) -> DataLoader:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 
+PEER_ENDED = "another process of this run ended"
 HINT = "ATTNSWAP_TRACEBACK=1 shows where"
 _OURS = ("attention_modules", "lightning_tasks", "attnswap")
 _TRAINER_SETTINGS = "lightning.pytorch.trainer.connectors."

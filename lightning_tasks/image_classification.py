@@ -29,6 +29,7 @@ from lightning_tasks.models.timm_model import (
 )
 from lightning_tasks.runs.files import run_folder, save_figure, save_table
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
+from lightning_tasks.training.kept_layers import Layers
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mixup import Mixing, step_seed
 from lightning_tasks.vision import VisionTask
@@ -52,7 +53,8 @@ class ImageClassificationTask(VisionTask):
         num_classes: number of classes; where None, that of the data module, kept in the hyper-parameters.
         mechanism: that of the attention layers: short name, class, or ``{class_path, init_args}``.
         options: its options by name.
-        layers: which layers get it, counted in module order; all where None.
+        layers: which layers get it, counted in module order; all where None; ``{"keep_every": 4}`` for three of
+            four, as :class:`~attnswap.callbacks.SwapAttention` says.
         other_attention: the mechanism of the other layers, with its defaults.
         pretrained: start from timm's weights (a download where they are not in its cache).
         model_options: further arguments of ``timm.create_model``: img_size, in_chans, patch_size, embed_dim, depth,
@@ -86,7 +88,7 @@ class ImageClassificationTask(VisionTask):
         num_classes: int | None = None,
         mechanism: Buildable = "softmax",
         options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
+        layers: Layers = None,
         other_attention: Buildable = "softmax",
         pretrained: bool = False,
         model_options: dict[str, Any] | None = None,

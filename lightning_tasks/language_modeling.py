@@ -18,6 +18,7 @@ from lightning_tasks.models.causal_lm import (
 )
 from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
+from lightning_tasks.training.kept_layers import Layers, check_swapped_layers
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
 
@@ -47,11 +48,13 @@ class LanguageModelingTask(BaseTask):
         mechanism: that of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
             name, class, function, import path, or ``{class_path, init_args}``.
         options: its options by name.
-        layers: which layers get it, counted in module order; all where None.
+        layers: which layers get it, counted in module order; all where None; ``{"keep_every": 4}`` for three of
+            four, as :class:`~attnswap.callbacks.SwapAttention` says.
         other_attention: the mechanism of the other layers, with its defaults.
         optimizer, scheduler, scheduler_interval, scheduler_monitor, param_groups: see
             :class:`~lightning_tasks.base.BaseTask`.
-        chunk_size: tokens whose logits exist together.
+        chunk_size: tokens whose logits exist together; None for all, by a call of the whole model, whose logits
+            ``Heal`` can match.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -68,23 +71,23 @@ class LanguageModelingTask(BaseTask):
         vocab_size: int | None = None,
         mechanism: Buildable = "softmax",
         options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
+        layers: Layers = None,
         other_attention: Buildable = "softmax",
         optimizer: Buildable = "AdamW",
         scheduler: Buildable | None = None,
         scheduler_interval: str = "step",
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
-        chunk_size: int = 256,
+        chunk_size: int | None = 256,
     ) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, or None for all tokens, got {chunk_size}")
         super().__init__(
             model=model_spec(model),
             vocab_size=vocab_size,
             mechanism=attention_spec(mechanism, options),
             options=options,
-            layers=layers,
+            layers=check_swapped_layers(layers),
             other_attention=attention_spec(other_attention),
             optimizer=optimizer,
             scheduler=scheduler,

@@ -17,6 +17,7 @@ from lightning_tasks.models.segmentation import segmentation_builder
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.training.distributed import mean_of_processes, repeated_rows
 from lightning_tasks.training.hparams import plain_data
+from lightning_tasks.training.kept_layers import Layers
 from lightning_tasks.training.mean import WeightedMean
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores, write_class_iou
 from lightning_tasks.vision import VisionTask
@@ -76,7 +77,7 @@ class SegmentationTask(VisionTask):
         ignore_index: int = 255,
         mechanism: Buildable = "softmax",
         options: dict[str, Any] | None = None,
-        layers: list[int] | None = None,
+        layers: Layers = None,
         other_attention: Buildable = "softmax",
         backbone_checkpoint: str | None = None,
         stride: int | None = None,

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_tasks.base import BaseTask, Buildable
+from lightning_tasks.training.kept_layers import Layers, check_swapped_layers
 from lightning_tasks.training.mechanisms import attention_spec, mechanism_from, swap_layers
 from lightning_tasks.training.optimization import model_groups
 
@@ -23,7 +24,8 @@ class VisionTask(BaseTask):
         mechanism: that of the attention layers, as :func:`~attention_modules.swap_attention` takes it: short
             name, class, function, import path, or ``{class_path, init_args}``.
         options: its options by name.
-        layers: which layers get it, counted in module order; all where None.
+        layers: which layers get it, counted in module order; all where None; ``{"keep_every": 4}`` for three of
+            four, as :class:`~attnswap.callbacks.SwapAttention` says.
         other_attention: the mechanism of the other layers, with its defaults.
         hparams: further hyper-parameters, and the arguments of :class:`~lightning_tasks.base.BaseTask`.
 
@@ -40,7 +42,7 @@ class VisionTask(BaseTask):
         num_classes: int | None,
         mechanism: Buildable,
         options: dict[str, Any] | None,
-        layers: list[int] | None,
+        layers: Layers,
         other_attention: Buildable,
         **hparams: Any,
     ) -> None:
@@ -50,7 +52,7 @@ class VisionTask(BaseTask):
             num_classes=num_classes,
             mechanism=attention_spec(mechanism, options),
             options=options,
-            layers=layers,
+            layers=check_swapped_layers(layers),
             other_attention=attention_spec(other_attention),
             **hparams,
         )

@@ -16,7 +16,12 @@ LAST_LINE = {
 FILES = {"swap_a_vit": ["attention.png"], "positional_or_semantic": ["transition.png"]}
 
 
-@pytest.mark.parametrize("name", LAST_LINE)
+SLOW = ("compare_two_mechanisms", "positional_or_semantic")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAST_LINE]
+)
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers", "ignore:.*`SLURM.*")
 def test_an_example_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -29,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "bert"
 
 
+@pytest.mark.slow
 def test_it_compares_heals_and_asks(folder, tmp_path, data_folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     chosen = tmp_path / "compare.yaml"

@@ -34,6 +34,7 @@ class SelfAttentionHost(Host):
 
     name = "attnswap SelfAttention"
     mixin = SwappedSelf
+    tells_causality = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         return issubclass(kind, SelfAttention)

@@ -191,6 +191,8 @@ class Host(ABC):
     mixin: ClassVar[type[Swapped]]
     spreads_heads: ClassVar[bool] = False
     """Whether its layers, as they are when swapped, may hold some of their heads only (tensor parallelism)."""
+    tells_causality: ClassVar[bool] = False
+    """Whether a layer whose spec is not causal sees the future, and not only may."""
     fixes_length: ClassVar[bool] = False
     """Whether each call has as many tokens as `num_tokens` says, and never fewer."""
 

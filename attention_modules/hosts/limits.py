@@ -33,9 +33,14 @@ class Limits:
     sharing: str | None = None
     rotates: bool = False
 
-    def reasons(self, built: AttentionMechanism, cross: bool) -> Iterator[str | None]:
+    def reasons(self, built: AttentionMechanism, cross: bool, sees_the_future: bool) -> Iterator[str | None]:
         """Why a mechanism is not taken, in turn; in cross-attention its queries are of other tokens than its keys."""
         name = type(built).__name__
+        if sees_the_future and built.causality == "always":
+            yield (
+                f"it sees the future, and {name} writes one token after the other into a state: choose linear or "
+                "retention, which have a form for that"
+            )
         yield self.every
         yield self.of(built)
         yield None if built.row_masks else self.without_rows

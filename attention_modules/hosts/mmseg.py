@@ -39,6 +39,8 @@ class ReducedKeysHost(MultiheadAttentionHost):
     def understands_in(self, module: nn.Module, parent: nn.Module | None) -> bool:
         return MultiheadAttentionHost.understands(self, module) and _reduction(parent) > 1
 
+    tells_causality = True
+
     def near_miss(self, module: nn.Module) -> str | None:
         return None
 

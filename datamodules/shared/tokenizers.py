@@ -1,5 +1,6 @@
-"""Tokenizers: lines of text to ids and back, trained on the train split and kept in a cache folder."""
+"""Tokenizers: lines of text to ids and back, trained on the train split or a pretrained model's, in a cache folder."""
 
+import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -25,10 +26,12 @@ SPLITTERS: dict[str, Callable[[str], list[str]]] = {"words": str.split, "code": 
 
 
 class Tokenizer(ABC):
-    """Lines to ids, each line ended by `<eos>`; id 0 is `<unk>`, id 1 is `<eos>`."""
+    """Lines to ids; those that are trained end each line by `<eos>`: id 0 is `<unk>`, id 1 is `<eos>`."""
 
     file_name: str
     vocab_size: int
+    start_id = END_OF_LINE_ID
+    """The id that stands before the text's first."""
 
     @abstractmethod
     def encode(self, lines: Sequence[str]) -> np.ndarray:
@@ -130,6 +133,49 @@ class BPETokenizer(Tokenizer):
 
     def save(self, folder: Path) -> None:
         self._backend.save(str(folder / self.file_name))
+
+
+class PretrainedTokenizer(Tokenizer):
+    """The tokenizer of a pretrained Hugging Face model, which takes lines as they are; none of its special tokens.
+
+    Args:
+        backend: as `transformers.AutoTokenizer` loads it.
+    """
+
+    file_name = "tokenizer_config.json"
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.vocab_size = 1 + max(backend.get_vocab().values())
+        ends = (backend.bos_token_id, backend.eos_token_id, backend.cls_token_id)
+        self.start_id = next((index for index in ends if index is not None), 0)
+
+    @classmethod
+    def load(cls, folder: Path) -> "PretrainedTokenizer":
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ImportError("the tokenizer of a folder needs the extra: pip install 'attnswap[hf]'") from error
+        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+
+    def encode(self, lines: Sequence[str]) -> np.ndarray:
+        ids = self._backend(list(lines), add_special_tokens=False, verbose=False)["input_ids"] if lines else []
+        return np.fromiter(chain.from_iterable(ids), dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._backend.decode([int(index) for index in ids])
+
+    def save(self, folder: Path) -> None:
+        self._backend.save_pretrained(str(folder))
+
+
+def digest_of(folder: Path) -> str:
+    """What tells the tokenizer files of two folders apart: all files but the weights."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _join_lines(tokens: Iterable[str], join: Callable[[list[str]], str]) -> str:

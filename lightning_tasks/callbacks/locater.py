@@ -95,6 +95,7 @@ class LocAteR(Callback):
         self._layers: list[AttentionLayer] = []
         self._initial_traces: dict[str, Tensor] = {}
         self._backward_passes = 0
+        self._joined: dict[int, int] = {}  # how many of them the steps of each optimizer took in
         self._reached = False  # whether a step of this fit came by
 
     @property
@@ -126,7 +127,7 @@ class LocAteR(Callback):
         # Again: since on_fit_start the module may have frozen weights, and a strategy loaded the checkpoint.
         reshard(pl_module)
         self._choose(trainer, pl_module)
-        self._backward_passes = 0
+        self._backward_passes, self._joined = 0, {}
         self._reached = False
         warn_of_caveats("LocAteR", self._layers)
         if self._holds_initial:
@@ -178,7 +179,7 @@ class LocAteR(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         self._reached = True
-        share = self._share_of_step(trainer, pl_module)
+        share = self._share_of_step(trainer, pl_module, optimizer)
         parameters = [] if self.observe_only else self._parameters(optimizer)
         if share == 0 or not (parameters or self.observe_only):
             return
@@ -202,9 +203,10 @@ class LocAteR(Callback):
         place = same.index(self) if self in same else 0  # another callback may hold it
         return f"locater/penalty_{place}" if place else "locater/penalty"
 
-    def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> float:
-        """Backward passes since the last step, over those that the loss was divided by."""
-        passes, self._backward_passes = self._backward_passes, 0
+    def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> float:
+        """Backward passes since an optimizer's last step, over those that the loss was divided by."""
+        passes = self._backward_passes - self._joined.get(id(optimizer), 0)
+        self._joined[id(optimizer)] = self._backward_passes
         return passes / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
 
     def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -39,6 +39,7 @@ from lightning_tasks.files.weights import refuse_other_layout
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.hparams import import_path, plain_data
+from lightning_tasks.training.kept_layers import Layers, check_swapped_layers, to_swap
 from lightning_tasks.training.limits import check_layer_choice
 from lightning_tasks.training.mechanisms import plain_name
 
@@ -58,7 +59,9 @@ class SwapAttention(Callback):
             or the import path of either.
         options: the mechanism's own arguments, as plain data, for configuration files.
         where: names of layers (a glob or several); all self-attention where None.
-        layers: which of those, counted in module order within each network of the module.
+        layers: which of those, counted in module order within each network of the module; or ``{"keep_every": 4}``,
+            where the last of every four keeps its attention, and with ``"ranking"``, a ``drift.csv`` of ``attnswap
+            drift``, as many of those whose swap costs most.
         exclude: names (globs) to leave out.
         declare: classes of your own, each as the arguments of :func:`attnswap.declare_host`, with the import path of
             the class as ``kind``.
@@ -84,7 +87,7 @@ class SwapAttention(Callback):
         mechanism: str | type[AttentionMechanism] | Callable[..., Tensor],
         options: dict[str, Any] | None = None,
         where: Where = None,
-        layers: list[int] | None = None,
+        layers: Layers = None,
         exclude: Sequence[str] = (),
         declare: list[dict[str, Any]] | None = None,
         **mechanism_options: Any,
@@ -103,7 +106,8 @@ class SwapAttention(Callback):
         check_options(self._class, options)
         _check_values(self._class, options)
         self.options = plain_data(options, "options", specs=False)
-        self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
+        self.where, _, self.exclude = check_layer_choice(where, None, exclude)
+        self.layers = check_swapped_layers(layers)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
         self._trains = False
@@ -177,9 +181,16 @@ class SwapAttention(Callback):
                     "override neither"
                 )
 
+    def _chosen(self, pl_module: pl.LightningModule) -> list[str]:
+        """Names of the layers that are swapped, cross-attention among them."""
+        some = self.layers if isinstance(self.layers, dict) else None
+        matched, _ = select(survey(pl_module), self.where, None if some else self.layers, self.exclude, frozen=False)
+        names = [layer.name for layer in matched]
+        return to_swap(names, some, self.mechanism) if some else names
+
     def _finds_layers(self, pl_module: pl.LightningModule) -> bool:
         try:
-            return bool(select(survey(pl_module), self.where, self.layers, self.exclude, frozen=False))
+            return bool(self._chosen(pl_module))
         except AttentionSwapError:
             return False  # not built yet, or wrong: which shows when all is built
 
@@ -198,10 +209,12 @@ class SwapAttention(Callback):
                 return
         self._check_processes(pl_module.trainer)
         _refuse_compiled(pl_module)
-        chosen = {"where": self.where, "layers": self.layers, "exclude": self.exclude}
+        chosen: dict[str, Any] = {"where": self.where, "layers": self.layers, "exclude": self.exclude}
         shown = None if self._finds_layers(pl_module) else own_record(pl_module)
         with knowing(shown or Record()), followed_by_cli_optimizer(pl_module):
             self._check_overlap(pl_module)
+            if isinstance(self.layers, dict):
+                chosen = {"where": self._chosen(pl_module)}
             self.report = swap_attention(pl_module, self._class, **chosen, **self.options)
         self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
         done.append(self._plan)
@@ -240,9 +253,7 @@ class SwapAttention(Callback):
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:
-        chosen_by = (self.where, self.layers, self.exclude)
-        matched, _ = select(survey(pl_module), *chosen_by, frozen=False)  # cross-attention among them
-        chosen = {layer.name for layer in matched}
+        chosen = set(self._chosen(pl_module))
         for callback in pl_module.trainer.callbacks:  # type: ignore[attr-defined]
             if callback is self or not isinstance(callback, SwapAttention) or callback._plan is None:
                 continue

@@ -13,7 +13,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_tasks.errors import reason
+from lightning_tasks.errors import PEER_ENDED, reason
 from lightning_tasks.files.checkpoint_io import UnwrittenCheckpoint
 
 INTERRUPTED, TERMINATED = 130, 143  # as a shell says of what SIGINT and SIGTERM ended
@@ -74,7 +74,7 @@ def _text(error: OSError | RuntimeError) -> str | None:
     if _WORKER.search(str(error)):
         return f"a process that loads data died, for want of memory or by a signal; {reason(error)}"
     if _PEER.search(str(error)):
-        return f"another process of this run ended, and says why itself; {reason(error)}"
+        return f"{PEER_ENDED}, and says why itself; {reason(error)}"
     return None
 
 

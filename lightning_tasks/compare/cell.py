@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from lightning_tasks.errors import UsageError
+from lightning_tasks.errors import PEER_ENDED, UsageError
 from lightning_tasks.files.sources import Sources, changed_sources, sources_of, value_of
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign
 
@@ -178,7 +178,13 @@ def folder_name(name: str) -> str:
 
 
 def last_error(text: str) -> str:
-    """The error that a log ends with, in one line: from its last "error:" on, else its last line; "" where none is."""
+    """The error that a log ends with, in one line: from its last "error:" on, else its last line; "" where none is.
+
+    Where that says that another process ended, it is the one before, which that process said.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if re.match(r"(\S+: )?error:|[\w.]*(Error|Exception)\b", line)]
-    return " ".join(lines[starts[-1] if starts else -1 :])
+    end = len(lines)
+    while len(starts) > 1 and PEER_ENDED in lines[starts[-1]]:
+        end = starts.pop()
+    return " ".join(lines[starts[-1] if starts else -1 : end])

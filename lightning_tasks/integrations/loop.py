@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks import (
     AttentionDiversification,
     AttentionMonitor,
@@ -25,11 +27,13 @@ from lightning_tasks.callbacks import (
     QKClip,
     SpectrumMonitor,
 )
+from lightning_tasks.callbacks.base import kinds_of
 from lightning_tasks.callbacks.monitoring.names import to_numbers
 
 Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
-_ACT = (LocAteR, QKClip, EntropyRegularizer, AttentionDiversification, DAMPenalty)
+_PENALTIES = (LocAteR, EntropyRegularizer, AttentionDiversification, DAMPenalty)
+_ACT = (*_PENALTIES, QKClip)
 
 
 class _Here:
@@ -40,6 +44,17 @@ class _Here:
             tensor = tensor.clone()
             distributed.all_reduce(tensor, getattr(distributed.ReduceOp, reduce_op.upper()))
         return tensor
+
+
+class FSDPStrategy(_Here):
+    """Of a model that callbacks refuse by the strategy's name, as they do in Lightning."""
+
+
+class DeepSpeedStrategy(_Here):
+    """As :class:`FSDPStrategy`."""
+
+
+_REFUSED = {"FullyShardedDataParallel": FSDPStrategy, "DeepSpeedEngine": DeepSpeedStrategy}
 
 
 class _Pending:
@@ -77,7 +92,7 @@ class Loop:
     """Runs callbacks of ours while a loop trains a model: at its forward passes, backward passes and steps.
 
     A batch begins with a forward pass of the model that trains (in training mode, with gradients), and ends with the
-    step of an optimizer, or before the next such pass where there was a backward pass.
+    step of all optimizers, or before the next such pass where there was a backward pass.
 
     Args:
         model: that the loop trains.
@@ -89,7 +104,7 @@ class Loop:
 
     Raises:
         ValueError: a callback is none that runs here, or needs the optimizer; when it begins, as they do when a fit
-            starts.
+            starts; at a step, if penalties enter by another number of backward passes or scale than the loss.
     """
 
     sanity_checking = False
@@ -109,10 +124,14 @@ class Loop:
         accumulate: int = 1,
         scaler: Any = None,
     ) -> None:
+        optimizers, scaler = _unwrapped(optimizers, scaler)
         _check(callbacks, optimizers)
-        self.model, self.callbacks, self.optimizers = model, [*callbacks], [*optimizers]
-        self.accumulate_grad_batches = accumulate
-        self.state, self.strategy = SimpleNamespace(fn="fit"), _Here()
+        self.model, self.callbacks, self.optimizers = model, [*callbacks], optimizers
+        self.accumulate_grad_batches = check_integer("accumulate", accumulate, 1)
+        self._adds = any(isinstance(each, _PENALTIES) for each in callbacks)
+        kinds = set().union(*map(kinds_of, model.modules()))
+        self.strategy = next((_REFUSED[name]() for name in kinds & set(_REFUSED)), _Here())
+        self.state = SimpleNamespace(fn="fit")
         self.precision_plugin = SimpleNamespace(scaler=scaler)
         self.loggers = [_Pending()]
         self.logged: dict[str, Tensor] = {}
@@ -127,6 +146,7 @@ class Loop:
         self._hooks = ExitStack()
         self._in_batch = self._went_back = self._in_backward = self._announced = False
         self._since_step = 0  # backward passes
+        self._stepped: set[int] = set()  # optimizers, in this batch
 
     @property
     def global_step(self) -> int:
@@ -168,6 +188,7 @@ class Loop:
         for each in self.callbacks:
             getattr(each, name)(self, self._view, *arguments)
 
+    @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._in_backward = False  # an error has ended that backward pass
@@ -176,16 +197,11 @@ class Loop:
         if self._in_batch and self._went_back:
             self._end_batch()
         if not self._in_batch:
-            self._refuse_hidden_scaler()
             self.passes += 1
             self._in_batch, self._went_back = True, False
             self._call("on_train_batch_start", None, self.passes - 1)
 
-    def _refuse_hidden_scaler(self) -> None:
-        half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16
-        if half and self.precision_plugin.scaler is None and any(isinstance(each, _ACT) for each in self.callbacks):
-            raise ValueError("in float16 what callbacks add to gradients must be scaled as the loss: give scaler=")
-
+    @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._in_batch and not self._in_backward and torch.is_grad_enabled():
             for each in _tensors(output):
@@ -196,6 +212,8 @@ class Loop:
         if self._in_backward or not self._in_batch:
             return
         self._in_backward = True
+        if all(each.grad is None for each in self.model.parameters()):  # of a step that was taken, or left out
+            self._since_step, self._announced = 0, False
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -212,12 +230,32 @@ class Loop:
             self._announced = True
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._trains(optimizer) and not (self._announced and self.optimizers):
+        if not self._trains(optimizer):
+            return
+        if self._adds:
+            self._refuse_hidden(optimizer)
+        if not (self._announced and self.optimizers):
             self._call("on_before_optimizer_step", optimizer)
+
+    def _refuse_hidden(self, optimizer: Optimizer) -> None:
+        """Refuse a step of more backward passes than were said, or by a scaler that nobody named."""
+        if self._since_step > self.accumulate_grad_batches:
+            passes, said = self._since_step, self.accumulate_grad_batches
+            raise ValueError(
+                f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes}; or add "
+                "losses up, and call backward() once"
+            )
+        if self.precision_plugin.scaler is None and _steps_by_scaler():
+            raise ValueError(
+                "a GradScaler makes this step, and what callbacks add to gradients must be scaled as the loss: give "
+                "scaler=, the same one"
+            )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self._trains(optimizer) and self._in_batch:
-            self._end_batch(stepped=True)
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) >= len(self.optimizers):
+                self._end_batch()
 
     def _trains(self, optimizer: Optimizer) -> bool:
         if self.optimizers:
@@ -225,10 +263,11 @@ class Loop:
         own = {id(each) for each in self.model.parameters()}
         return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
-    def _end_batch(self, stepped: bool = False) -> None:
+    def _end_batch(self) -> None:
         if not self._in_batch:
             return
-        self._in_batch = False
+        self._in_batch, stepped = False, bool(self._stepped)
+        self._stepped = set()
         self._call("on_train_batch_end", None, None, self.passes - 1)
         step = self.global_step
         values = self.loggers[0].values | to_numbers({name: each.float() for name, each in self.logged.items()})
@@ -248,6 +287,24 @@ def _check(callbacks: Sequence[pl.Callback], optimizers: Sequence[Optimizer]) ->
             raise ValueError(f"callbacks has {name}, and here run only {known}; others need Lightning's trainer")
         if isinstance(each, _ACT) and not optimizers:
             raise ValueError(f"{name} changes gradients or weights: give the optimizer that trains them, as optimizer=")
+
+
+def _unwrapped(optimizers: Sequence[Optimizer], scaler: Any) -> tuple[list[Optimizer], Any]:
+    """What steps, and by which scaler: accelerate's optimizers hold both."""
+    found: list[Optimizer] = []
+    for each in optimizers:
+        while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
+            scaler, each = getattr(each, "scaler", None) if scaler is None else scaler, inner
+        found.append(each)
+    return found, scaler
+
+
+def _steps_by_scaler() -> bool:
+    """Whether the caller was called by a `GradScaler`."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
+        frame = frame.f_back
+    return frame is not None and frame.f_locals["self"].is_enabled()
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -273,13 +330,14 @@ def watch(
         log: called as ``log({"attention/entropy/layer_00": 2.1, ...}, step=100)``; prints where None.
         callbacks: monitors, regularizers and stabilizers of :mod:`attnswap.callbacks`.
         optimizer: that trains the model, or several; needed by callbacks that change gradients or weights (LocAteR,
-            EntropyRegularizer, QKClip).
-        accumulate: backward passes that a step has.
+            EntropyRegularizer, QKClip). Those that accelerate prepared bring their scaler.
+        accumulate: backward passes that a step has, and by whose number the loss is divided.
         scaler: `torch.amp.GradScaler` of the loss, in float16.
 
     Raises:
         ValueError: a callback is none that runs here, or needs the optimizer; when the block begins, as the callbacks
-            do when a fit starts.
+            do when a fit starts; at a step, if penalties would enter by another number of backward passes, or another
+            scale, than the loss.
 
     Example:
         >>> import torch, attnswap

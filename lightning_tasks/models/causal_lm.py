@@ -19,6 +19,7 @@ from attention_modules.pretrained import load_pretrained
 from lightning_tasks.errors import reason
 from lightning_tasks.models.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.training.hparams import Spec, import_object, plain_data
+from lightning_tasks.training.kept_layers import Layers, chosen_names
 from lightning_tasks.training.kinds import check_kind, checked_build, checked_spec
 from lightning_tasks.training.mechanisms import swap_layers, swap_rest
 
@@ -57,7 +58,7 @@ def build_causal_lm(
     vocab_size: int,
     attention: Mechanism,
     options: Mapping[str, Any],
-    layers: list[int] | None,
+    layers: Layers,
     other: Mechanism = "softmax",
     other_options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
@@ -73,10 +74,10 @@ def build_causal_lm(
         check_kind(target, "model", spec["class_path"])
         accepted = inspect.signature(target).parameters
         extra: dict[str, Any] = {"vocab_size": vocab_size} if "vocab_size" in accepted else {}
-        if "attention" in accepted:
+        if "attention" in accepted and not isinstance(layers, dict):
             chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
             model = checked_build(spec, "model", **extra, **chosen)
-            swap_rest(model, layers, other, other_options)
+            swap_rest(model, chosen_names(model, layers, ""), other, other_options)
             return model
         model = checked_build(spec, "model", **extra)
     else:

@@ -16,6 +16,7 @@ from attention_modules.mechanism import AttentionMechanism, Mechanism, check_opt
 from attention_modules.sharing import READS
 from attention_modules.swap import swap_attention
 from lightning_tasks.training.hparams import Spec, import_object
+from lightning_tasks.training.kept_layers import Layers, chosen_names
 from lightning_tasks.training.kinds import check_kind, checked_spec
 
 
@@ -73,7 +74,7 @@ def swap_layers(
     model: nn.Module,
     attention: Mechanism,
     options: Mapping[str, Any],
-    layers: Sequence[int] | None,
+    layers: Layers | Sequence[int],
     other: Mechanism = "softmax",
     other_options: Mapping[str, Any] | None = None,
 ) -> None:
@@ -86,22 +87,21 @@ def swap_layers(
     """
     if attention == "softmax" and (layers is None or other == "softmax"):
         return
-    chosen = [layer.name for layer in attention_layers(model, layers=layers)]
-    swap_rest(model, layers, other, other_options, plain=_reads_others(attention))
+    chosen = chosen_names(model, layers, attention if isinstance(attention, str) else "")
+    swap_rest(model, chosen, other, other_options, plain=_reads_others(attention))
     if attention != "softmax":
         swap_attention(model, attention, where=chosen, **options)
 
 
 def swap_rest(
     model: nn.Module,
-    layers: Sequence[int] | None,
+    chosen: Sequence[str],
     other: Mechanism,
     options: Mapping[str, Any] | None = None,
     *,
     plain: bool = False,
 ) -> None:
     """Put a mechanism into the layers that were not chosen; softmax only where ``plain`` ones are to be swapped too."""
-    chosen = {layer.name for layer in attention_layers(model, layers=layers)}
     rest = [layer.name for layer in attention_layers(model) if layer.name not in chosen]
     if rest and (other != "softmax" or plain):
         swap_attention(model, other, where=rest, **(options or {}))

@@ -79,7 +79,7 @@ def test_training_lowers_the_loss_and_logs(tmp_path):
     assert {"train/loss", "val/loss", "val/perplexity"} <= run.logged_metrics.keys()
 
 
-@pytest.mark.parametrize("chunk_size", [1, 7, 256])
+@pytest.mark.parametrize("chunk_size", [1, 7, 256, None])
 def test_training_step_is_the_token_mean(chunk_size, tmp_path):
     module = built(chunk_size=chunk_size)
     inputs, targets = windows(5, 3)
@@ -223,7 +223,7 @@ def test_model_of_any_kind_from_its_logits(tmp_path):
         ({"mechanism": lambda spec: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"optimizer": lambda params: None}, TypeError, "cannot be stored in a checkpoint"),
         ({"scheduler": "LinearRL"}, ValueError, "looked in torch.optim.lr_scheduler"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, or None for all tokens, got 0"),
         ({"scheduler_interval": "batch"}, ValueError, "'step' or 'epoch', got 'batch'"),
     ],
 )

@@ -90,7 +90,7 @@ def test_scores_are_of_the_whole_split_and_leave_out_what_does_not_count(tmp_pat
     assert better["test/miou"] > logged["test/miou"] + 0.05
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+@pytest.mark.parametrize("precision", ["bf16-true", pytest.param("16-true", marks=pytest.mark.slow)])
 def test_scores_of_a_half_precision_are_summed_in_32_bits(tmp_path, precision):
     """In bfloat16 a sum of equal numbers stands still at 256 of them; float16 ends at 65,504, 64 images' pixels."""
     images, masks = pair(2, ignored=0.0)

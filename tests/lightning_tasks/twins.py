@@ -28,7 +28,7 @@ def overlaid(value: Any, over: Any) -> Any:
     """`value` with what `over` names in its place, level by level; lists of classes are joined by `class_path`."""
     if isinstance(value, dict) and isinstance(over, dict):
         return {**value, **{key: overlaid(value.get(key), each) for key, each in over.items()}}
-    if not (isinstance(over, list) and over and all(isinstance(each, dict) for each in over)):
+    if not (isinstance(over, list) and over and all(isinstance(each, dict) and "class_path" in each for each in over)):
         return over
     joined, places = list(value), [each["class_path"] for each in value]
     for each in over:

@@ -28,8 +28,8 @@ def check(runner, cases):
 
 def test_random_cases(runner):
     """Most are refused, some turn out to be valid and run."""
-    codes = check(runner, ((number, draw(random.Random(f"0:{number}"))) for number in range(100)))
-    assert codes.count(2) > 50
+    codes = check(runner, ((number, draw(random.Random(f"0:{number}"))) for number in range(40)))
+    assert codes.count(2) > 20
     assert 0 in codes
 
 

@@ -182,6 +182,7 @@ class HuggingFaceHost(Host):
     name = "Hugging Face"
     mixin = SwappedHuggingFace
     spreads_heads = True
+    tells_causality = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         return calls_interface(kind) or any(base.__module__.startswith("transformers.models.") for base in kind.__mro__)

@@ -3,9 +3,9 @@
 ``save_pretrained`` of a swapped model writes weight files that hold everything, for every loader that reads them: the
 weights of the plain model, with the kept query rows in their places, as transformers may split, join and rename plain
 weights between a model and its file; the tensors of mechanisms; and a mark of each swapped layer. Beside them is
-``attnswap.json``, which names the mechanism of each layer. transformers reports tensors and marks as unexpected
-weights, so that a plain ``from_pretrained`` of the folder is noticed; the marks' numbers tell whether the files belong
-together.
+``attnswap.json``, which names the mechanism of each layer, as does a section of the model card. transformers reports
+tensors and marks as unexpected weights, so that a plain ``from_pretrained`` of the folder is noticed; the marks'
+numbers tell whether the files belong together.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import MARK, PLAN, Swapped, acting_mechanism
+from attention_modules.hosts.huggingface.card import name_swap
 from attention_modules.hosts.model.attached import attach, is_of_transformers
 from attention_modules.hosts.weights import wrapped_by_peft
 from attention_modules.mechanism import short_name
@@ -106,6 +107,7 @@ def _save_swapped(
     if not plan or state_dict == {}:  # as the Trainer gives where DeepSpeed saves the weights
         if is_main_process and Path(save_directory).is_dir():
             (Path(save_directory) / PLAN).unlink(missing_ok=True)  # of an earlier model in this folder
+            write_card(model, save_directory)
         return plain(state_dict, *args, **kwargs)
     if getattr(model, "_hf_peft_config_loaded", False):
         _warn_of_adapters(model, plan)
@@ -133,15 +135,26 @@ def _save_swapped(
     _warn(model, plan)
     upload = getattr(model, _UPLOAD, None)
     if upload is not None:
-        model.__dict__[_UPLOAD] = functools.partial(_upload_plan_too, upload)
+        model.__dict__[_UPLOAD] = functools.partial(_upload_plan_too, model, upload)
     try:
-        return plain({**weights, **marks}, *args, **kwargs)
+        saved = plain({**weights, **marks}, *args, **kwargs)
+        write_card(model, save_directory)
+        return saved
     finally:
         model.__dict__.pop(_UPLOAD, None)
 
 
-def _upload_plan_too(upload: Any, folder: Any, repo: Any, stamps: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+def write_card(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Have the model card of a folder name what is swapped in the model, if anything."""
+    if Path(folder).is_dir():
+        name_swap(Path(folder), type(model).__name__, plan_of(model), _write)
+
+
+def _upload_plan_too(
+    model: nn.Module, upload: Any, folder: Any, repo: Any, stamps: dict[str, float], *args: Any, **kwargs: Any
+) -> Any:
     """``push_to_hub=True`` uploads what is newer than `stamps`, which are taken after the plan was written."""
+    write_card(model, folder)  # which was made anew
     return upload(folder, repo, {name: at for name, at in stamps.items() if name != PLAN}, *args, **kwargs)
 
 

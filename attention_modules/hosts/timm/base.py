@@ -75,6 +75,7 @@ class TimmHost(Host):
     Recognized by the names of module and class, so that no file of timm's is imported for it.
     """
 
+    tells_causality = True
     library: ClassVar[str]
     kind: ClassVar[str] = "Attention"
     fixes_length = True

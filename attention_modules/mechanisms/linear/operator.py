@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.kernels import recomputed, without_autocast
+from attention_modules.masks import require
 
 CHUNK = 64  # tokens whose pairs are compared: half as many are as fast, twice as many slower
 GROUP = 16 * CHUNK  # tokens whose chunks are held at once; several groups are computed again in the backward pass
-FADED = {torch.float32: -64.0, torch.float64: -1024.0}  # logarithm of a decay that leaves nothing to be seen
+FADED = -1024.0  # the logarithm of a decay that leaves nothing, in float64 either
 
 
 def linear_operator(
@@ -47,7 +48,8 @@ def linear_operator(
         o ``[B, H, N, d']`` in the dtype of v, and the last state ``[B, H, d, d']`` in at least float32.
 
     Raises:
-        ValueError: if a shape does not fit.
+        ValueError: if a shape does not fit, or a decay is above 1; in compiled code and on a GPU the latter is a
+            RuntimeError, as it runs.
 
     Example:
         >>> import torch
@@ -59,6 +61,8 @@ def linear_operator(
         (torch.Size([1, 2, 100, 8]), torch.Size([1, 2, 8, 8]))
     """
     _check(q, k, v, log_decay, beta, initial_state, tokens, starts)
+    if log_decay is not None:
+        require(~(log_decay > 0).any(), "log_decay must be 0 or less: a state that grows with each token has no bound")
     heads, number, width = q.shape[1:]
     scale = width**-0.5 if scale is None else scale
     wide = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32)
@@ -74,10 +78,12 @@ def linear_operator(
         if starts is not None:
             starts = starts.unsqueeze(1)  # [B, 1, N]
         given = [None if x is None else x.split(GROUP, 2) for x in (q, k, v, log_decay, beta, tokens, starts)]
+        by_channel = log_decay is not None and log_decay.dim() == 4
         outs = []
         for index in range(-(-number // GROUP)):
-            part: list[Any] = [*(None if x is None else x[index] for x in given), state, scale]
-            out, state = recomputed(_group, *part) if number > GROUP else _group(*part)
+            part: list[Any] = [None if x is None else x[index] for x in given]
+            part += [state, scale, number > GROUP and not by_channel]
+            out, state = recomputed(_group, *part) if number > GROUP and by_channel else _group(*part)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2), state
 
@@ -92,11 +98,12 @@ def _group(
     starts: Tensor | None,
     state: Tensor,
     scale: float,
+    again: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The operator on some chunks, whose pairs are all held."""
+    """The operator on some chunks, whose pairs are all held, or made again in the backward pass."""
     batch, heads, number, width = q.shape
     wide, values, out_type = state.dtype, v.shape[-1], v.dtype
-    a = None if a is None else a.to(wide).clamp(min=FADED[wide])
+    a = None if a is None else a.to(wide).clamp(min=FADED)
     if starts is not None:
         a = torch.zeros(1, 1, number, dtype=wide, device=q.device) if a is None else a
     if tokens is not None:
@@ -106,7 +113,7 @@ def _group(
         beta = None if beta is None else torch.where(tokens, beta.to(wide), zero)
         a = None if a is None else torch.where(tokens if a.dim() == 3 else seen, a, zero)
     if starts is not None and a is not None:
-        a = a.masked_fill(starts if a.dim() == 3 else starts.unsqueeze(-1), FADED[wide])
+        a = a.masked_fill(starts if a.dim() == 3 else starts.unsqueeze(-1), FADED)
     if a is not None and a.dim() == 3:
         a = a.unsqueeze(-1)
     size = min(CHUNK, 1 << (number - 1).bit_length())
@@ -116,27 +123,26 @@ def _group(
         x = F.pad(x.to(wide), (0, 0, 0, count * size - number)) if number % size else x.to(wide)
         return x.unflatten(2, (count, size))
 
-    q, k, v = chunks(q) * scale, chunks(k), chunks(v)
-    c = None if a is None else chunks(a).cumsum(-2)
-    rows = q.unsqueeze(-3) if beta is None else torch.stack([q, k], -3)  # [B, H, n, 1|2, C, d]
-    pairs = _pairs(rows, k, c)
-    past, last, tail = (q, k, None)
+    q, k, v = chunks(q), chunks(k), chunks(v)
+    c = None if a is None else chunks(a).cumsum(-2, dtype=_of_sums(q))
+    gain = None if beta is None else chunks(beta.unsqueeze(-1))
+    replaced = None if gain is None else gain * k
+    made = q, k, replaced, c, scale
+    pairs, *within = recomputed(_pairs, *made) if again else _pairs(*made)
+    past, last, before, tail = q * scale, k, replaced, None
     if c is not None:
         end = c[..., -1:, :]
-        faded, rest, tail = c.exp(), (end - c).exp(), end.mT.exp()
-        past, last = q * faded, k * rest
-    if beta is None:
+        faded, rest, tail = (x.to(wide).exp() for x in (c, end - c, end.mT))
+        past, last, before = past * faded, k * rest, None if replaced is None else replaced * faded
+    if gain is None or before is None:
         u, added = v, last.mT @ v
         states = []
         for new, keep in zip(added.unbind(2), (None,) * count if tail is None else tail.unbind(2), strict=True):
             states.append(state)
             state = state + new if keep is None else torch.addcmul(new, keep, state)
     else:
-        gain = chunks(beta.unsqueeze(-1))
-        within = gain * pairs[:, :, :, 1].tril(-1)
-        before = gain * (k if c is None else k * faded)
         solved = torch.linalg.solve_triangular(
-            within, torch.cat([gain * v, before], -1), upper=False, unitriangular=True
+            within[0], torch.cat([gain * v, before], -1), upper=False, unitriangular=True
         )
         new, read = (x.flatten(0, 1) for x in solved.split([values, width], -1))
         turned = last.flatten(0, 1).mT
@@ -147,38 +153,47 @@ def _group(
             us.append(torch.baddbmm(new_i, read_i, flat, alpha=-1))
             flat = torch.baddbmm(flat if keep is None else flat * keep, turned_i, us[-1])
         state, u = flat.unflatten(0, (batch, heads)), torch.stack(us, 1).unflatten(0, (batch, heads))
-    out = past @ torch.stack(states, 2) + pairs[:, :, :, 0] @ u
+    out = past @ torch.stack(states, 2) + pairs @ u
     return out.flatten(2, 3)[:, :, :number].to(out_type), state
 
 
-def _pairs(rows: Tensor, k: Tensor, c: Tensor | None) -> Tensor:
-    """Σ_d rows_id k_jd e^{c_id - c_jd} where j <= i, else 0, ``[..., R, C, C]``.
+def _of_sums(like: Tensor) -> torch.dtype:
+    """Of running sums whose differences are taken: with float32, one decay near 0 would spoil all that follow."""
+    return like.dtype if like.device.type == "mps" else torch.float64
+
+
+def _pairs(q: Tensor, k: Tensor, replaced: Tensor | None, c: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """scale · Σ_d q_id k_jd e^{c_id - c_jd} where j <= i, else 0; and likewise of ``replaced``, where j < i.
 
     Args:
-        rows: ``[..., R, C, d]``.
-        k: ``[..., C, d]``.
+        q, k, replaced: ``[..., C, d]``.
         c: running sums of the decays' logarithms ``[..., C, 1|d]``.
     """
-    size = k.shape[-2]
-    if c is None:
-        return (rows @ k.unsqueeze(-3).mT).tril()
-    if c.shape[-1] == 1:
-        hidden = torch.ones(size, size, dtype=torch.bool, device=k.device).triu(1)
-        fade = (c - c.mT).masked_fill(hidden, float("-inf")).exp()
-        return (rows @ k.unsqueeze(-3).mT) * fade.unsqueeze(-3)
-    k, c = k.unsqueeze(-3), c.unsqueeze(-3)
-    found = (rows * k).sum(-1)[..., None, None]  # [..., C, 1, 1]: blocks of one token
+    size, wide = k.shape[-2], k.dtype
+    if c is None or c.shape[-1] == 1:
+        past = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
+        fade = past.to(wide) if c is None else (c - c.mT).to(wide).masked_fill(~past, float("-inf")).exp()
+        pairs = (q @ k.mT) * (fade * scale)
+        return (pairs,) if replaced is None else (pairs, (replaced @ k.mT) * fade.tril(-1))
+    rows = (q * scale).unsqueeze(-2) if replaced is None else torch.stack([q * scale, replaced], -2)  # [..., C, R, d]
+    found = (rows * k.unsqueeze(-2)).sum(-1)[..., None, :, None]  # [..., C, 1, R, 1]: blocks of one token
     half = 1
     while half < size:  # a block is two half ones, and the second's rows with the first's keys, both from its last c
-        _, late = rows.unflatten(-2, (-1, 2, half)).unbind(-3)
+        _, late = rows.unflatten(-3, (-1, 2, half)).unbind(-4)  # [..., blocks, half, R, d]
         early, _ = k.unflatten(-2, (-1, 2, half)).unbind(-3)
         before, after = c.unflatten(-2, (-1, 2, half)).unbind(-3)
         middle = before[..., -1:, :]
-        cross = (late * (after - middle).exp()) @ (early * (middle - before).exp()).mT
-        first, second = found.unflatten(-3, (-1, 2)).unbind(-3)
-        found = torch.cat([F.pad(first, (0, half)), torch.cat([cross, second], -1)], -2)
+        late = late * (after - middle).to(wide).exp().unsqueeze(-2)
+        early = early * (middle - before).to(wide).exp()
+        if half == 1:  # products of so few rows are slow as matrices
+            cross = (late * early.unsqueeze(-2)).sum(-1, keepdim=True)
+        else:
+            cross = (late.flatten(-3, -2) @ early.mT).unflatten(-2, (half, -1))
+        first, second = found.unflatten(-4, (-1, 2)).unbind(-4)  # [..., blocks, half, R, half]
+        found = torch.cat([F.pad(first, (0, half)), torch.cat([cross, second], -1)], -3)
         half *= 2
-    return found.squeeze(-3)
+    pairs, *within = found.squeeze(-4).unbind(-2)
+    return pairs, *(x.tril(-1) for x in within)
 
 
 def _check(

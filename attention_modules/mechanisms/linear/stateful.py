@@ -173,6 +173,7 @@ class StatefulMechanism(AttentionMechanism):
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
     one_query_per_key = True
     row_masks = False
+    one_query_per_key = True
     cache = "state"
     causality: Causality = "always"
 

@@ -93,5 +93,6 @@ def run_by_command(cell: Cell, planned: Sources) -> None:
     if not done.returncode:
         return
     printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
-    text = last_error(done.stderr) or f"{last_error(printed)} (it ended with {done.returncode})"
+    ended = "" if done.stderr.strip() else f" (it ended with {done.returncode})"
+    text = last_error(f"{printed}\n{done.stderr}") + ended
     raise {HELD: HeldError, REFUSED: UsageError}.get(done.returncode, RuntimeError)(text)

@@ -17,12 +17,19 @@ from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanisms.shared.acting import ChunkedMap, DenseMap, FactorMap, LinearMap, SumMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from attention_modules.testing import Subject
+from tests.attention_modules.compare import as_it_must
 
 TOKENS = 9
 SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
 CHUNKED = ("dam", "entmax", "hard", "position_bias", "sigmoid")
-LINEAR = ("scaled", "talking_heads", "twicing")
-STATED = ("differential", "neutreno", "value_residual")  # which change values or output beside what the map mixes
+NORMED = ("delta", "gated_delta", "gla", "kda", "retention")
+LINEAR = ("scaled", "talking_heads", "twicing", "linear", *NORMED)
+STATED = (
+    "differential",
+    "neutreno",
+    "value_residual",
+    *NORMED,
+)  # which change values or output beside what the map mixes
 OURS = [name for name in available_mechanisms() if mechanism_class(name).__module__.startswith("attention_modules")]
 CASES = {
     "nothing": {},
@@ -43,6 +50,8 @@ SUMS = {  # of rows, where they are not 1
     "rkde": (0.5, 1.5),
     "scaled": (-9.0, 9.0),
     "talking_heads": (-9.0, 9.0),
+    "linear": (1 - 1e-5, 1.0),
+    **dict.fromkeys(NORMED, (-99.0, 99.0)),
 }
 
 
@@ -53,7 +62,10 @@ def subject(name, dtype=torch.float64, **options):
 
 
 def taken(module, case):
-    return module.row_masks or case in ("nothing", "padding", "scale")
+    if module.causality == "always":
+        return case == "causal"
+    without_rows = ("nothing", "padding", "scale", *(("causal",) if module.causality == "any" else ()))
+    return module.row_masks or case in without_rows
 
 
 @torch.no_grad()
@@ -90,6 +102,8 @@ def expected(name, module, inputs, found):
         return found @ v.lerp(inputs["first_value"], module.weight)
     if name == "differential":
         return F.rms_norm(found @ v, v.shape[-1:], module.norm.weight, module.norm.eps) * (1 - module.lambda_init)
+    if name in NORMED:
+        return F.rms_norm(found @ v, v.shape[-1:], None, module.eps) * module.gain
     return found @ v
 
 
@@ -103,7 +117,8 @@ def test_half_precision_is_finite(dtype, subtests):
     for name in OURS:
         with subtests.test(name):
             module, inputs = subject(name, dtype)
-            found, out = acting_map(module, **inputs).dense(), module(**inputs)
+            must = as_it_must(module)
+            found, out = acting_map(module, **inputs, **must).dense(), module(**inputs, **must)
             assert found.dtype == torch.float32
             assert found.isfinite().all()
             if name not in STATED:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,11 +48,23 @@ class Case:
     shape: tuple[int, ...] = HEADS
     tolerance: float = 1e-12
     signs: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
-    shared: tuple[str, ...] = ("iterations", "detach", "pairs", "alpha", "bias", "loss", "a", "outliers", "window", "sinks")
+    shared: tuple[str, ...] = (
+        "iterations",
+        "detach",
+        "pairs",
+        "alpha",
+        "bias",
+        "loss",
+        "a",
+        "outliers",
+        "window",
+        "sinks",
+    )
 
     @property
     def function(self) -> Callable[..., Tensor]:
-        return getattr(found, f"{self.name}_attention")
+        """Where calls must hide the future, they do, unless they say otherwise."""
+        return partial(getattr(found, f"{self.name}_attention"), **as_it_must(mechanism_class(self.name)))
 
     @property
     def twin(self) -> Callable[..., Tensor]:

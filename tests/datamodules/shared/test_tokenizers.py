@@ -1,7 +1,8 @@
 import builtins
 
 import pytest
-from attnswap.datamodules.shared.tokenizers import BPETokenizer, WordTokenizer
+from attnswap.datamodules import WikiTextDataModule
+from attnswap.datamodules.shared.tokenizers import BPETokenizer, PretrainedTokenizer, WordTokenizer
 
 LINES = ["b a a\n", "", "c a <unk> b\n"]
 
@@ -71,3 +72,33 @@ def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"attnswap\[hf\]"):
         BPETokenizer.train([["a"]], 300)
+
+
+class TestPretrained:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+        trained = BPETokenizer.train([[" the cat sat on the mat \n"] * 5], 270)
+        trained.save(tmp_path)
+        made = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "bpe.json"), eos_token="<eos>")
+        made.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    def test_lines_are_taken_as_they_are(self, folder):
+        tokenizer = PretrainedTokenizer.load(folder)
+        assert tokenizer.decode(tokenizer.encode([" the cat\n", "sat\n"])) == " the cat\nsat\n"
+        assert (tokenizer.start_id, tokenizer.encode([]).tolist()) == (1, [])
+
+    def test_a_data_module_takes_it(self, folder, wikitext_root, tmp_path):
+        data = WikiTextDataModule("wikitext-2-v1", wikitext_root, tokenizer=str(folder), cache_dir=tmp_path / "cache")
+        data.setup()
+        assert data.decode(data.tokens("test")) == "".join(line for lines in data.lines("test") for line in lines)
+        assert data.train_dataloader().dataset.start == 1
+        before = data._cache_entry()
+        text = (folder / "tokenizer_config.json").read_text()
+        (folder / "tokenizer_config.json").write_text(text + " ")
+        assert data._cache_entry() != before
+
+    def test_what_it_has_itself_is_not_asked_for(self, folder, wikitext_root):
+        with pytest.raises(ValueError, match=r"vocab_size is 300, and the tokenizer of .* has its own: leave it out"):
+            WikiTextDataModule("wikitext-2-v1", wikitext_root, tokenizer=str(folder), vocab_size=300)

@@ -29,7 +29,7 @@ OWN_MODEL = '--model.model={"class_path": "lightning_tasks.models.TransformerLM"
         ([OWN_MODEL % '{"num_token": 8}'], "TransformerLM could not be built with"),
         ([OWN_MODEL % '{"num_tokens": 7}'], "windows have 8 tokens and TransformerLM has 7 positions"),
         (["--model.mechanism=rpc", '--model.options={"iteration": 2}'], "no option 'iteration'"),
-        (["--model.chunk_size=0"], "chunk_size must be at least 1, got 0"),
+        (["--model.chunk_size=0"], "chunk_size must be at least 1, or None for all tokens, got 0"),
     ],
 )
 def test_a_model_that_cannot_be_built_is_one_line_and_leaves_no_folder(arguments, text, capsys):
@@ -231,7 +231,7 @@ def test_a_frozen_layer_leaves_no_folder(capsys):
 
 def test_the_environment_asks_for_the_traceback(monkeypatch):
     monkeypatch.setenv("ATTNSWAP_TRACEBACK", "1")
-    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, or None for all tokens, got 0"):
         main([*TASK, "--model.chunk_size=0"])
 
 

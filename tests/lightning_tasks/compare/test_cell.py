@@ -128,6 +128,9 @@ def test_a_half_written_cell_is_run_again(cells):
     assert not (cell.folder / f"{RESULT}.partial").exists()
 
 
+PEER = "another process of this run ended, and says why itself; RuntimeError: gloo"
+
+
 @pytest.mark.parametrize(
     ("printed", "error"),
     [
@@ -135,6 +138,8 @@ def test_a_half_written_cell_is_run_again(cells):
         ("step 1\nattnswap: error: no such file\n", "attnswap: error: no such file"),
         ("Traceback:\n  line\nKeyError: 'x'\nValueError: bad\n", "ValueError: bad"),
         ("Killed\n", "Killed"),
+        (f"error: RuntimeError: its own\nattnswap: error: {PEER}\n\nerror: {PEER}\n", "error: RuntimeError: its own"),
+        (f"step 1\nattnswap: error: {PEER}\n", f"attnswap: error: {PEER}"),
         ("", ""),
     ],
 )

@@ -78,6 +78,7 @@ def test_the_command_runs_resumes_and_writes_one_table(comparison, tmp_path, cap
     ]
 
 
+@pytest.mark.slow
 def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_path, capsys):
     output = tmp_path / "out"
     comparison.write_text(comparison.read_text() + "references: {watched: [fast 1e-1]}\n")
@@ -122,7 +123,9 @@ def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_pat
 
 @pytest.mark.costly
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="sends a signal to a group of processes")
-@pytest.mark.parametrize(("jobs", "group"), [(1, True), (2, False)], ids=["group", "parent alone"])
+@pytest.mark.parametrize(
+    ("jobs", "group"), [(1, True), pytest.param(2, False, marks=pytest.mark.slow)], ids=["group", "parent alone"]
+)
 def test_an_interrupt_ends_the_comparison_and_the_same_command_goes_on(demo, tmp_path, jobs, group):
     """As Ctrl-C sends it: to the workers too, in which Lightning would take it for the end of one fit."""
     hold = {"class_path": "tests.lightning_tasks.demo.Hold", "init_args": {"folder": str(tmp_path)}}

@@ -28,6 +28,7 @@ def comparison(tmp_path, monkeypatch):
     return ["compare", "demo.yaml", "--seeds=0", "--output=out"]
 
 
+@pytest.mark.slow
 def test_two_commands_at_once_share_the_cells_and_write_the_same_tables(comparison):
     several = [argument.replace("=0", "=0:3") for argument in comparison]
     main([argument.replace("=out", "=alone") for argument in several])

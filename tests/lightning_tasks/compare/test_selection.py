@@ -333,6 +333,7 @@ def test_the_command_names_a_variant_for_which_nothing_can_be_chosen_and_runs_th
     assert {cell.variant: cell.state for cell in record.cells} == {"plain": "waiting", "biased": "finished"}
 
 
+@pytest.mark.slow
 def test_values_are_chosen_for_the_variants_that_are_asked_for(searched, tmp_path):
     variants = {"plain": None, "biased": {"model.init_bias": True}, "third": None}
     command = ["compare", str(searched(variants=variants)), "--seeds", "0", "--output", str(tmp_path / "out")]
@@ -345,6 +346,7 @@ def test_values_are_chosen_for_the_variants_that_are_asked_for(searched, tmp_pat
     assert [choice.variant for choice in read_record(tmp_path / "out").choices] == [*variants]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_killed_while_it_chose_goes_on(searched, tmp_path):
     hold = {"class_path": "tests.lightning_tasks.demo.Hold", "init_args": {"folder": str(tmp_path)}}
     path, out = searched(variants={"plain": None, "held": {"trainer.callbacks+": hold}}), tmp_path / "out"

@@ -100,7 +100,7 @@ def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills its own process")
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, capfd):
     """As one that runs out of memory is killed; a pool of processes ends with any of its own."""
     kill = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": 9, "step": 1}}

@@ -148,8 +148,7 @@ def fit(folder, *callbacks, seed=3, ckpt_path=None, workers=0):
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(("workers", "averaged"), [(0, True), (1, False)])
 def test_killed_within_an_epoch_and_resumed_ends_bit_identical(tmp_path, workers, averaged):
     """Nine batches an epoch, the last of nine images; augmentation, mixing, drop path, schedule, average all go on."""
     extra = [EMAWeightAveraging(decay=0.8)] if averaged else []

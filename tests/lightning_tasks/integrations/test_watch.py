@@ -10,6 +10,7 @@ from attention_modules import swap_attention
 from lightning_tasks.callbacks import (
     AttentionDiversification,
     AttentionMonitor,
+    DAMPenalty,
     EntropyRegularizer,
     LocAteR,
     LogitMonitor,
@@ -17,7 +18,7 @@ from lightning_tasks.callbacks import (
     SigmaReparam,
     SpectrumMonitor,
 )
-from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import TOKENS, TinyLM, batches, fit, weights_of
 
 CALLBACKS = {
     "AttentionMonitor": lambda: [AttentionMonitor(every_n_steps=2, stages=["train"])],
@@ -44,18 +45,24 @@ class Kept(DummyLogger):
             self.rows.setdefault(step, {}).update(values)
 
 
+def swapped(module, mechanism):
+    """With a mechanism by name, or by name and number of tokens; or plain."""
+    if isinstance(mechanism, tuple):
+        swap_attention(module, mechanism[0], num_tokens=mechanism[1])
+    elif mechanism:
+        swap_attention(module, mechanism)
+
+
 def in_lightning(callbacks, mechanism, accumulate=1):
     module, kept = TinyLM(), Kept()
-    if mechanism:
-        swap_attention(module, mechanism)
+    swapped(module, mechanism)
     fit(module, callbacks, logger=kept, log_every_n_steps=1, accumulate_grad_batches=accumulate, max_epochs=2)
     return kept.rows, weights_of(module)
 
 
 def in_a_loop(callbacks, mechanism, accumulate=1, further=lambda module: None):
     module, rows = TinyLM(), {}
-    if mechanism:
-        swap_attention(module, mechanism)
+    swapped(module, mechanism)
 
     def log(values, step):
         rows.setdefault(step, {}).update(values)
@@ -81,6 +88,17 @@ def test_a_loop_gives_the_values_and_weights_of_lightning(name, mechanism):
     found, trained = in_a_loop(CALLBACKS[name](), mechanism)
     assert found == expected
     assert torch.equal(trained, weights)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_penalty_of_drawn_gates_is_that_of_lightning(accumulate):
+    runs = []
+    for run in (in_lightning, in_a_loop):
+        torch.manual_seed(0)
+        runs.append(run([DAMPenalty(0.01)], ("dam", TOKENS), accumulate))
+    (expected, weights), (found, trained) = runs
+    assert torch.equal(trained, weights)
+    assert accumulate == 2 or found == expected
 
 
 @pytest.mark.parametrize("name", ["AttentionMonitor", "LocAteR", "EntropyRegularizer"])

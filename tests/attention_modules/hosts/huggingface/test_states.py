@@ -258,7 +258,9 @@ def test_caches_of_other_layers_are_refused():
         model(TOKENS, past_key_values=kept)
     cache = model(TOKENS, past_key_values=DynamicCache()).past_key_values
     swap_attention(model, "gated_delta")
-    with pytest.raises(NotImplementedError, match=r"holds the state of WindowAttention in layer 0, which now has Gated"):
+    with pytest.raises(
+        NotImplementedError, match=r"holds the state of WindowAttention in layer 0, which now has Gated"
+    ):
         model(TOKENS, past_key_values=cache)
     restore_attention(model)
     with pytest.raises(NotImplementedError, match=r"holds the state of WindowAttention, and no keys and values"):
@@ -282,7 +284,9 @@ def test_a_sliding_layer_keeps_a_state_up_to_its_window():
 
 def test_continuous_batching_and_caches_of_other_kinds_are_refused():
     model = swapped("window", [1])
-    with pytest.raises(NotImplementedError, match=r"continuous batching: WindowAttention keeps a state of each request"):
+    with pytest.raises(
+        NotImplementedError, match=r"continuous batching: WindowAttention keeps a state of each request"
+    ):
         model.init_continuous_batching()
     cache = DynamicCache(config=model.config)
     cache.layers[1] = type("OtherLayer", (type(cache.layers[1]),), {})()

@@ -61,6 +61,27 @@ def test_the_model_within_a_peft_model_is_saved_once_its_adapters_are_merged(mor
     assert torch.equal(output(load_pretrained(transformers.BertModel, saved(merged, tmp_path))), output(merged))
 
 
+def test_the_model_card_names_what_was_swapped(tmp_path: Path) -> None:
+    """In a section of its own: what others wrote there stays, and it goes with the swap."""
+    model, card = built("bert"), tmp_path / "README.md"
+    swap_attention(model, "rpc", layers=[0], iterations=2)
+    saved(model, tmp_path)
+    assert "| rpc | iterations=2 | 1 |" in card.read_text()
+    assert "attnswap.load_pretrained(BertModel, folder)" in card.read_text()
+    own = "---\nlicense: mit\n---\n\n# Mine\n\nWith an ü.\n"
+    card.write_bytes(own.encode("latin-1"))  # whatever its encoding
+    for mechanism in ("gated", lambda q, k, v, **_: v):
+        swap_attention(model, mechanism)
+        saved(model, tmp_path)
+    text = card.read_bytes().decode("latin-1")
+    assert text.startswith(own)
+    assert text.count("## Attention") == 1
+    restore_attention(model)
+    swap_attention(model, "softmax")  # for which save_pretrained stays ours
+    model.save_pretrained(tmp_path)
+    assert card.read_bytes() == own.encode("latin-1")
+
+
 def test_a_restored_model_saves_as_a_plain_one(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     model = built("bert")
     swap_attention(model, "symmetric")

@@ -67,6 +67,7 @@ def rows_of(output):
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_killed_at_a_step_it_goes_on_and_ends_as_one_that_was_not(tmp_path, capsys):
     """One by a line of its plan, the other by `compare`."""
     given, whole = compare(tmp_path, "whole", "--plan")

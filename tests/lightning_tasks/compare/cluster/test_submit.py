@@ -88,6 +88,7 @@ def test_a_fit_is_one_job_on_several_nodes_that_goes_on_where_it_was(demo, tmp_p
         assert job.checkpoint().function.arguments[3:] == ["--ckpt_path", "last"]
 
 
+@pytest.mark.slow
 def test_a_fit_runs_on_this_machine(demo, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[4]))

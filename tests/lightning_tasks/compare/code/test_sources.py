@@ -258,7 +258,9 @@ def test_the_command_runs_changed_cells_again_and_says_so(comparison, tmp_path, 
     assert "different states" not in (output / "summary.md").read_text()
 
 
-@pytest.mark.parametrize("end", [KeyboardInterrupt, RuntimeError], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "end", [pytest.param(KeyboardInterrupt, marks=pytest.mark.slow), RuntimeError], ids=["interrupted", "killed"]
+)
 def test_a_report_shows_no_cell_of_other_code_than_the_record_says(comparison, tmp_path, monkeypatch, end):
     content = yaml.safe_load(comparison.read_text())
     data, output = tmp_path / "data.txt", tmp_path / "out"
