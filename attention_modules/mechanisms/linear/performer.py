@@ -84,7 +84,7 @@ def performer_attention(
         if causal or q.shape[-2] == 1:
             before = state[TOP].to(wide) if state else top.new_full(top.shape[:2], LOWEST)
             tops = running_max(torch.cat([before[..., None], top], -1), starts)
-            top, fade = tops[..., 1:], tops[..., :-1] - tops[..., 1:]
+            top, fade = tops[..., 1:], (tops[..., :-1] - tops[..., 1:]).clamp(max=0.0)  # a start may be lower
         else:
             tops = top = top.amax(-1, keepdim=True)
         of_key = (of_key - top[..., None]).exp()
