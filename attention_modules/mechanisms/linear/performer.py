@@ -84,14 +84,14 @@ def performer_attention(
         if causal or q.shape[-2] == 1:
             before = state[TOP].to(wide) if state else top.new_full(top.shape[:2], LOWEST)
             tops = running_max(torch.cat([before[..., None], top], -1), starts)
-            top, fade = tops[..., 1:], tops[..., :-1] - tops[..., 1:]
+            top, fade = tops[..., 1:], (tops[..., :-1] - tops[..., 1:]).clamp(max=0.0)  # a start may be lower
         else:
             tops = top = top.amax(-1, keepdim=True)
         of_key = (of_key - top[..., None]).exp()
     given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
     out = mix_by_features("performer", of_query, of_key, v, NOTHING, fade, state=state, starts=starts, **given)
     if state is not None:
-        state[TOP] = tops[..., -1]
+        state[TOP] = tops[..., -1].clone()
     return out
 
 

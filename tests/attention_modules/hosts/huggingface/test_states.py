@@ -104,9 +104,9 @@ def generated(model: nn.Module, padded: bool = False, tokens: int = 9, batch: in
     mask = torch.ones_like(prompt)
     if padded:
         mask[1, :4] = prompt[1, :4] = 0
-    return model.generate(
-        prompt[:batch], attention_mask=mask[:batch], max_new_tokens=12, min_new_tokens=12, do_sample=False, **how
-    )
+    # Without the token of padding: an assistant is given no mask, and finds it by the padding among what it wrote.
+    how |= {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [0]}
+    return model.generate(prompt[:batch], attention_mask=mask[:batch], **how)
 
 
 WAYS: dict[str, dict[str, Any]] = {
