@@ -4,7 +4,7 @@ import torch
 from attention_modules import AttentionSpec
 from attention_modules.analysis import projection_loss
 from attention_modules.analysis.statistics import attention_row_sums
-from attention_modules.masks import combine_masks, hide, visible
+from attention_modules.masks import combine_masks, hide, tokens_of, visible
 from attention_modules.mechanism import build_mechanism
 from tests.rows import each_row
 
@@ -75,3 +75,47 @@ def test_a_nan_in_a_mask_hides_nothing():
     mask = torch.tensor([0.0, torch.nan])
     assert visible(mask).tolist() == [True, True]
     assert hide(mask).isnan().tolist() == [False, True]
+
+
+PAST = torch.ones(4, 4, dtype=torch.bool).tril()
+THERE = torch.tensor([False, True, False, True])  # hidden before the others, and between them
+TRIANGLES = {
+    "as it is": PAST & THERE,
+    "rows of hidden tokens see everything": torch.where(THERE[:, None], PAST & THERE, True),
+    "rows of hidden tokens see nothing": PAST & THERE & THERE[:, None],
+}
+
+
+@each_row(("case", "low"), [(case, low) for case in TRIANGLES for low in (None, -torch.inf, -1e4)])
+def test_a_triangle_with_padding_says_which_tokens_are_there(case, low):
+    mask = TRIANGLES[case]
+    mask = mask if low is None else torch.zeros(4, 4).masked_fill(~mask, low)
+    there, is_causal = tokens_of("gla", mask, False, *tokens())
+    assert is_causal
+    assert there.tolist() == [[THERE.tolist()]]
+
+
+def test_padding_is_padding_and_causality_is_what_the_call_says():
+    for mask in (THERE, THERE[None], THERE.expand(4, 4)):
+        there, is_causal = tokens_of("linear", mask, False, *tokens())
+        assert not is_causal
+        assert there.tolist() == [[THERE.tolist()]]
+    assert tokens_of("linear", None, True, *tokens()) == (None, True)
+
+
+OTHERS = {
+    "a sliding window": PAST.triu(-1),
+    "packed sequences": torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool() & PAST,
+    "a prefix that sees itself": PAST | (torch.arange(4) < 2),
+}
+
+
+@each_row("case", OTHERS)
+def test_other_rows_are_refused_by_name(case):
+    with pytest.raises(ValueError, match=r"gla attention .*masks of padding and causality alone.* \(1, 1, 4, 4\)"):
+        tokens_of("gla", OTHERS[case], False, *tokens())
+
+
+def test_a_bias_is_refused_where_there_are_no_logits():
+    with pytest.raises(ValueError, match="gla attention has no logits"):
+        tokens_of("gla", torch.tensor([0.0, 0.5, 0.0, -torch.inf]), True, *tokens())

@@ -24,21 +24,29 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "rpc": ("rpc", {"iterations": 2}),
     "scaled": ("scaled", {"variant": "scalar"}),
     "dam": ("dam", {"num_tokens": 20}),
+    "delta": ("delta", {}),
     "differential": ("differential", {}),
     "differential, pairs='heads'": ("differential", {"pairs": "heads"}),
     "elliptical": ("elliptical", {}),
     "entmax": ("entmax", {}),
     "forgetting": ("forgetting", {}),
     "gated": ("gated", {}),
+    "gated_delta": ("gated_delta", {}),
+    "gla": ("gla", {}),
     "hard": ("hard", {}),
+    "hedgehog": ("hedgehog", {}),
+    "kda": ("kda", {}),
     "kde": ("kde", {}),
     "l2": ("l2", {}),
     "l2, shared=True": ("l2", {"shared": True}),
+    "linear": ("linear", {}),
     "mom": ("mom", {}),
     "neutreno": ("neutreno", {}),
+    "performer": ("performer", {}),
     "position_bias": ("position_bias", {"num_tokens": 20}),
     "qk_norm": ("qk_norm", {}),
     "qk_norm, gain='scalar'": ("qk_norm", {"gain": "scalar"}),
+    "retention": ("retention", {}),
     "rkde": ("rkde", {}),
     "sigmoid": ("sigmoid", {}),
     "sink": ("sink", {}),
@@ -49,6 +57,7 @@ MECHANISMS: dict[str, tuple[str, dict[str, Any]]] = {
     "twicing": ("twicing", {}),
     "uniform": ("uniform", {}),
     "value_residual": ("value_residual", {}),
+    "window": ("window", {}),
 }
 # Those that every test of a host runs; the table test runs all.
 FEW = {name: MECHANISMS[name] for name in ("softmax", "symmetric", "rpc", "scaled")}
@@ -57,7 +66,17 @@ FEATURES_APART = ("differential", "qk_norm")
 BETWEEN_LAYERS = ("neutreno", "value_residual", "elliptical")
 PADDING_ALONE = ("mom", "rkde", "sinkhorn")
 OF_A_LENGTH = ("dam", "position_bias", "scaled")
-ONE_QUERY_PER_KEY = (*WITHOUT_QUERY, *PADDING_ALONE, *OF_A_LENGTH, "forgetting", "neutreno", "twicing")
+ALWAYS_CAUSAL = ("delta", "gated_delta", "gla", "kda", "window")
+WITH_A_STATE = (*ALWAYS_CAUSAL, "hedgehog", "linear", "performer", "retention")
+ONE_QUERY_PER_KEY = (
+    *WITH_A_STATE,
+    *WITHOUT_QUERY,
+    *PADDING_ALONE,
+    *OF_A_LENGTH,
+    "forgetting",
+    "neutreno",
+    "twicing",
+)
 
 
 @dataclass(frozen=True)
@@ -263,6 +282,8 @@ _NO_QUERY_NORM = dict.fromkeys(WITHOUT_QUERY, "q_norm")
 _NOT_GROUPED = dict.fromkeys(WITHOUT_QUERY, "grouped keys")
 _ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
 _CAUSAL = dict.fromkeys(PADDING_ALONE, "hides the future")
+_ENCODER = dict.fromkeys(ALWAYS_CAUSAL, "sees the future")
+_ENCODER_CALL = dict.fromkeys(ALWAYS_CAUSAL, "must hide the future")
 _TWO = {"num_hidden_layers": 2}
 
 
@@ -272,37 +293,54 @@ HOSTS: dict[str, HostCase] = {
         Joint,
         _run_masked,
         dict.fromkeys(WITHOUT_QUERY, "declare_host"),
+        refuses_call=_ENCODER_CALL,
     ),
-    "declared": HostCase("the same, declared by `declare_host`", DeclaredJoint, _run_masked),
-    "own": HostCase("attnswap `SelfAttention`", _self_attention, _run_masked),
-    "timm-attention": HostCase("timm `Attention`", _timm_layer("Attention"), _run_masked),
+    "declared": HostCase(
+        "the same, declared by `declare_host`", DeclaredJoint, _run_masked, refuses_call=_ENCODER_CALL
+    ),
+    "own": HostCase("attnswap `SelfAttention`", _self_attention, _run_masked, _ENCODER),
+    "timm-attention": HostCase("timm `Attention`", _timm_layer("Attention"), _run_masked, _ENCODER),
     "timm-attention-norm": HostCase(
         "timm `Attention` with q/k norm",
         _timm_layer("Attention", qk_norm=True, scale_norm=True, gated=True, norm_layer=nn.LayerNorm),
         _run_masked,
-        _NO_QUERY_NORM,
+        {**_NO_QUERY_NORM, **_ENCODER},
     ),
     "timm-vit": HostCase(
         "timm `VisionTransformer`",
         _vision_transformer,
         _run_image,
+        _ENCODER,
         padding=False,
         deep=partial(_vision_transformer, 2),
     ),
     "timm-rope": HostCase(
-        "timm `AttentionRope`", _timm_layer("AttentionRope", scale_norm=True, norm_layer=nn.LayerNorm), _run_rope, _ROPE
+        "timm `AttentionRope`",
+        _timm_layer("AttentionRope", scale_norm=True, norm_layer=nn.LayerNorm),
+        _run_rope,
+        {**_ROPE, **_ENCODER},
     ),
     "timm-rope-unfused": HostCase(
-        "timm `AttentionRope`, `qkv_fused=False`", _timm_layer("AttentionRope", qkv_fused=False), _run_rope, _ROPE
+        "timm `AttentionRope`, `qkv_fused=False`",
+        _timm_layer("AttentionRope", qkv_fused=False),
+        _run_rope,
+        {**_ROPE, **_ENCODER},
     ),
     "timm-rope-grouped": HostCase(
         "timm `AttentionRope`, grouped keys",
         _timm_layer("AttentionRope", qkv_fused=False, num_kv_heads=2, rotate_half=True),
         _run_rope,
-        {**_NOT_GROUPED, **_ROPE},
+        {**_NOT_GROUPED, **_ROPE, **_ENCODER},
     ),
-    "mha": HostCase("`nn.MultiheadAttention`", lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True), _run_mha),
-    "encoder": HostCase("`nn.TransformerEncoder`", ENCODER, _run_encoder, layers=2, deep=ENCODER),
+    "mha": HostCase(
+        "`nn.MultiheadAttention`",
+        lambda: nn.MultiheadAttention(DIM, HEADS, batch_first=True),
+        _run_mha,
+        refuses_call=_ENCODER_CALL,
+    ),
+    "encoder": HostCase(
+        "`nn.TransformerEncoder`", ENCODER, _run_encoder, layers=2, deep=ENCODER, refuses_call=_ENCODER_CALL
+    ),
     "decoder": HostCase(
         "`nn.TransformerDecoder` (self-attention)",
         partial(_decoder, 1),
@@ -316,13 +354,15 @@ HOSTS: dict[str, HostCase] = {
         _run_transformer,
         layers=2,
         deep=partial(_transformer, 2),
+        refuses_call=_ENCODER_CALL,
     ),
     "gpt2": HostCase("Hugging Face GPT-2", gpt2(), run_tokens, _CAUSAL, deep=gpt2(n_layer=2)),
-    "bert": HostCase("Hugging Face BERT", _bert("Bert"), run_tokens, deep=_bert("Bert", **_TWO)),
+    "bert": HostCase("Hugging Face BERT", _bert("Bert"), run_tokens, _ENCODER, deep=_bert("Bert", **_TWO)),
     "roberta": HostCase(
         "Hugging Face RoBERTa",
         _bert("Roberta", max_position_embeddings=40),
         run_tokens,
+        _ENCODER,
         deep=_bert("Roberta", max_position_embeddings=40, **_TWO),
     ),
     "llama": HostCase(
@@ -341,6 +381,7 @@ HOSTS: dict[str, HostCase] = {
         run_tokens,
         {**_ROPE, **_CAUSAL},
         deep=decoder("Mistral", sliding_window=3, **_TWO),
+        refuses_call=dict.fromkeys(WITH_A_STATE, "a sliding window"),
     ),
     "qwen2": HostCase(
         "Hugging Face Qwen2", decoder("Qwen2"), run_tokens, {**_ROPE, **_CAUSAL}, deep=decoder("Qwen2", **_TWO)
@@ -352,16 +393,26 @@ HOSTS: dict[str, HostCase] = {
         {**_NO_QUERY_NORM, **_ROPE, **_CAUSAL},
         deep=decoder("Qwen3", **_TWO),
     ),
-    "hf-vit": HostCase("Hugging Face ViT", _vit(), _run_image_features, padding=False, deep=_vit(**_TWO)),
-    "mmseg-vit": HostCase("mmsegmentation ViT, Segmenter's decoder", mmseg_layer("vit"), _run_mmseg, padding=False),
+    "hf-vit": HostCase("Hugging Face ViT", _vit(), _run_image_features, _ENCODER, padding=False, deep=_vit(**_TWO)),
+    "mmseg-vit": HostCase(
+        "mmsegmentation ViT, Segmenter's decoder",
+        mmseg_layer("vit"),
+        _run_mmseg,
+        padding=False,
+        refuses_call=_ENCODER_CALL,
+    ),
     "mmseg-segformer": HostCase(
-        "mmsegmentation SegFormer, last stage", mmseg_layer("mit"), _run_segformer, padding=False
+        "mmsegmentation SegFormer, last stage",
+        mmseg_layer("mit"),
+        _run_segformer,
+        padding=False,
+        refuses_call=_ENCODER_CALL,
     ),
     "mmseg-segformer-reduced": HostCase(
         "mmsegmentation SegFormer, reduced keys",
         mmseg_layer("mit", sr_ratio=2),
         _run_segformer,
-        dict.fromkeys(ONE_QUERY_PER_KEY, "reduced image"),
+        {**dict.fromkeys(ONE_QUERY_PER_KEY, "reduced image"), **_ENCODER},
         padding=False,
     ),
 }

@@ -19,6 +19,9 @@ REASONS = {
     "rotary positions": "⁴",
     "hides the future": "⁵",
     "cannot be causal|masks of padding alone": "⁵",
+    "sees the future": "⁸",
+    "must hide the future": "⁸",
+    "a sliding window": "⁹",
 }
 
 OWN = """\
@@ -134,7 +137,8 @@ positions have mixed the features that the mechanism treats apart; `differential
 `gain='scalar'` there. ⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each
 other. ⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers,
 of which the second is given the very values of the first; a layer alone refuses them. ⁷ Which projections give queries
-and keys is not known: [`declare_host`](#layers-of-your-own) says it in one line.
+and keys is not known: [`declare_host`](#layers-of-your-own) says it in one line. ⁸ the layer sees the future, and the
+mechanism must hide it. ⁹ the layer's window is shorter than the sequence, and a state holds all tokens.
 
 What else to know:
 
