@@ -54,7 +54,7 @@ def bytes_of(cache: Any) -> int:
     return sum(held.values())
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measured(mechanism: str, options: Mapping[str, Any], lengths: tuple[int, ...] = LENGTHS) -> dict[int, int]:
     """Bytes of the cache by the number of tokens."""
     from transformers import DynamicCache

@@ -21,6 +21,7 @@ from attention_modules.hosts.model.attached import attach, is_of_transformers
 from attention_modules.masks import visible
 
 STATE = "attnswap_state"  # by which a layer hands the cache's object for it to our attention function
+_READ = "attnswap_read"  # of a mask: what was read from it
 _PREPARE = "_prepare_cache_for_generation"
 RECALL = 128  # tokens by which a state can be taken back, once its cache was told to record
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -163,31 +164,46 @@ def new_tokens(
     if not causal:
         torch._assert_async((seen == seen[:, :1, :1]).all(), _ROWS.format(name=name))
         return seen[:, 0, 0], None
-    past: Any = 0 if layer is None else layer.get_seq_length() - number
-    first = past if layer is None or not isinstance(past, Tensor) else past.to(q.device)
-    rows = torch.arange(number, device=q.device)
-    own = rows + (mask.shape[-1] - number if layer is None or not layer.is_static else first)
-    columns = torch.arange(mask.shape[-1], device=q.device)
+    first = None
+    if layer is not None and layer.is_static:  # whose mask has columns beyond the new tokens
+        first = torch.as_tensor(layer.get_seq_length() - number, device=q.device)
+    tokens, starts, shown, telling = _read(name, mask, seen, number, first, positions)
+    if layer is not None:
+        was = 0 if layer.hidden is None else layer.hidden
+        held = mask.shape[-1] - number if first is None else first
+        torch._assert_async(((held - shown == was) | ~telling).all(), _OTHER.format(name=name))
+        layer.hidden = was + (~tokens).sum(-1)
+    return tokens, starts
+
+
+def _read(
+    name: str, mask: Tensor, seen: Tensor, number: int, first: Tensor | None, positions: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """What a mask says of new tokens and how many earlier ones are seen; once for all layers that are handed it."""
+    # A static cache may be given one mask at several places.
+    kept = first is None and not torch.compiler.is_compiling() and not mask.is_inference()
+    known = getattr(mask, _READ, None) if kept else None
+    if known is not None and known[0] is positions and known[1] == (number, mask._version, len(seen)):
+        return known[2]
+    rows = torch.arange(number, device=mask.device)
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    own = rows + (mask.shape[-1] - number if first is None else first)
     tokens = seen[:, 0, rows, own]  # a token that is there sees itself
     starts = None
     if positions is not None and positions.dim() == 2 and positions.shape[-1] == number and number > 1:
         starts = tokens & (positions == 0)
     begun = torch.zeros_like(tokens, dtype=torch.long) if starts is None else starts.long().cumsum(1)
-    earlier = columns < own[:1]  # [M]
     telling = seen[:, 0].any(-1)  # rows of padding may see nothing
-    before = seen[:, 0].any(1) & earlier
+    before = seen[:, 0].any(1) & (columns < own[:1])
     expected = (before[:, None] & (begun == 0)[..., None]).expand(-1, -1, mask.shape[-1])
     within = (rows[:, None] >= rows) & (begun[..., None] == begun[:, None]) & tokens[:, None]
     expected = expected.index_copy(2, own, within)
     right = (seen == expected[:, None]).all(-1) | ~telling[:, None]
     torch._assert_async(right.all(), _TREE.format(name=name))
-    if layer is not None:
-        was = 0 if layer.hidden is None else layer.hidden
-        held = mask.shape[-1] - number if not layer.is_static else first
-        same = (held - before.sum(-1) == was) | ~telling.any(-1)
-        torch._assert_async(same.all(), _OTHER.format(name=name))
-        layer.hidden = was + (~tokens).sum(-1)
-    return tokens, starts
+    found = tokens, starts, before.sum(-1), telling.any(-1)
+    if kept:
+        setattr(mask, _READ, (positions, (number, mask._version, len(seen)), found))
+    return found
 
 
 _ROWS = "{name} takes masks of padding alone, and this one has other rows"

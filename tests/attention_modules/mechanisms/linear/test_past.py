@@ -146,9 +146,7 @@ def test_options_out_of_their_limits_are_refused(name, options, said):
 
 def test_what_sees_the_future_is_refused_by_name():
     q, k, v = random_heads(shape=(1, 2, 5, 4)).values()
-    with pytest.raises(
-        ValueError, match="window attention sees the last tokens before each, so it must hide the future"
-    ):
+    with pytest.raises(ValueError, match="window attention sees the last tokens before each, so it must hide"):
         found.window_attention(q, k, v, 3)
     heads = torch.tensor([[[[True, False, True, True, True]], [[True] * 5]]])
     with pytest.raises(ValueError, match="window attention takes one mask of padding for all heads"):
