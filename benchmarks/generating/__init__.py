@@ -1,1 +1,1 @@
-"""What swapped language models cost while they write."""
+"""What mechanisms with a state cost: growth with the tokens, and while models write."""
