@@ -338,9 +338,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 def _fixed_tokens(layer: AttentionLayer, built: AttentionMechanism) -> int | None:
     """How many tokens a layer always has, where the model around it says so and the mechanism counts columns."""
-    counts = built.counts_columns or built.counts_distances
-    of_model = layer.host.fixes_length and layer.host.spec(layer.module, None).num_tokens is None
-    return layer.spec.num_tokens if counts and of_model else None
+    return layer.fixed_tokens if built.counts_columns or built.counts_distances else None
 
 
 def _restore(model: nn.Module, swapped: Sequence[Found]) -> None:

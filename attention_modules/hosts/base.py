@@ -193,8 +193,6 @@ class Host(ABC):
     """Whether its layers, as they are when swapped, may hold some of their heads only (tensor parallelism)."""
     tells_causality: ClassVar[bool] = False
     """Whether a layer whose spec is not causal sees the future, and not only may."""
-    fixes_length: ClassVar[bool] = False
-    """Whether each call has as many tokens as `num_tokens` says, and never fewer."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -245,6 +243,10 @@ class Host(ABC):
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
         """The sequence length where the model around the layer fixes it (``ancestors``: outermost first)."""
         return None
+
+    def fixes_length(self, ancestors: Sequence[nn.Module]) -> bool:
+        """Whether each call has as many tokens as `num_tokens` says, neither fewer nor more."""
+        return False
 
     def groups(self, layer: Any) -> int:
         """Query heads that share one key head."""
@@ -457,6 +459,7 @@ class AttentionLayer:
         spec: what a mechanism is told about it.
         number: its place among all self-attention layers of the model, whatever their network; None if it is none.
         network: name of the network that holds it ("" where the model is one).
+        fixed_tokens: how many tokens the model around it gives it in each call, where it fixes that.
     """
 
     name: str
@@ -465,6 +468,7 @@ class AttentionLayer:
     spec: AttentionSpec
     number: int | None = None
     network: str = ""
+    fixed_tokens: int | None = None
 
     @property
     def mechanism(self) -> AttentionMechanism | None:

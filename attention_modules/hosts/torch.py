@@ -276,7 +276,6 @@ class MultiheadAttentionHost(Host):
 
     name = "torch MultiheadAttention"
     mixin = SwappedMultiheadAttention
-    fixes_length = True
 
     def concerns(self, kind: type[nn.Module]) -> bool:
         return issubclass(kind, nn.MultiheadAttention)
@@ -313,6 +312,9 @@ class MultiheadAttentionHost(Host):
             return None
         found = (outer.seq_length for outer in reversed(ancestors) if isinstance(outer, library.VisionTransformer))
         return next(found, None)
+
+    def fixes_length(self, ancestors: Sequence[nn.Module]) -> bool:
+        return True
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         return query_parts(layer, "", layer.embed_dim, {"in_proj_weight": 0, "in_proj_bias": 0})

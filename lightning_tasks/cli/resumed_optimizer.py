@@ -8,11 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.files.resume import RESUME_CURE
+from lightning_tasks.files.resume import RESUME_CURE, WEIGHTS_ONLY
 
 _MOVED_BY_SCHEDULES = ("lr", "momentum", "betas")
 
@@ -24,12 +25,23 @@ class CheckResumedOptimizer(Callback):
     optimizer goes on with other numbers than they give it, that is a warning.
 
     Raises:
-        ValueError: on start, if the optimizers are of another kind, or have other groups of parameters.
+        ValueError: on start, if the optimizers are of another kind, or have other groups of parameters, or a callback
+            begins each fit at its first step.
     """
 
     def __init__(self) -> None:
         self._states: list[dict[str, Any]] = []
         self._stored: dict[str, Any] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what tries steps before the first one, and forgets the checkpoint's optimizer and step with them."""
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]
+        finders = [type(each).__name__ for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder))]
+        if finders:
+            raise ValueError(
+                f"{finders[0]} begins each fit at its first step, and --ckpt_path goes on from the checkpoint's: take "
+                f"it out of trainer.callbacks and set what it found, or {WEIGHTS_ONLY}"
+            )
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

@@ -238,11 +238,13 @@ class HuggingFaceHost(Host):
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
         """The learned positions of the innermost module around the layer that has some: there are no more tokens."""
-        for ancestor in reversed(ancestors):
-            for name, parameter in ancestor.named_parameters():
-                if _POSITIONS.search(name) and parameter.dim() in (2, 3):
-                    return parameter.shape[-2]
-        return None
+        found = _positions(ancestors)
+        return None if found is None else found[1]
+
+    def fixes_length(self, ancestors: Sequence[nn.Module]) -> bool:
+        """Where positions are those of patches: an image of another size has the same columns elsewhere."""
+        found = _positions(ancestors)
+        return found is not None and any(name.startswith("patch_embed") for name in found[0]._modules)
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         names = separate(layer)
@@ -370,6 +372,23 @@ class HuggingFaceHost(Host):
             with_query(layer.get_submodule(layer.dropped_query[0].owner))
             del layer.query_factor
         super()._restore_query(layer)
+
+
+def _positions(ancestors: Sequence[nn.Module]) -> tuple[nn.Module, int] | None:
+    """The module that holds the learned positions nearest around a layer, and for how many tokens; None without.
+
+    It stands around the layer, or beside what does; a tower beside that has positions of its own tokens.
+    """
+    for ancestor in reversed(ancestors):
+        for name, parameter in ancestor.named_parameters():
+            if (match := _POSITIONS.search(name)) and parameter.dim() in (2, 3):
+                owner = ancestor.get_submodule(name[: match.start()])
+                tower = any(calls_interface(type(each)) for each in owner.modules())
+                if owner is not ancestor and (tower or owner not in ancestor.children()):
+                    continue
+                more = owner._parameters.get("register_tokens")
+                return owner, parameter.shape[-2] + (0 if more is None else more.shape[-2])
+    return None
 
 
 def _norm(layer: nn.Module, start: str) -> str | None:

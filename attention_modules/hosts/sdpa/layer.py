@@ -366,9 +366,11 @@ class SDPAHost(Host):
 
     def _undeclared(self, layer: nn.Module) -> str:
         kind = getattr(layer, "plain_class", type(layer)).__name__
+        linear = ", ".join(name for name, child in layer.named_children() if isinstance(child, nn.Linear))
         return (
             f"which projections give its queries and keys is not known; say so: attnswap.declare_host({kind}, "
-            'qkv="...", heads="..."), with the names of its linear layer and of what holds the number of its heads'
+            'qkv="...", heads="..."), or q= with kv=, or with k= and v=, with the names of its linear layers'
+            f"{linear and f' (it has {linear})'} and of what holds the number of its heads"
         )
 
     def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:

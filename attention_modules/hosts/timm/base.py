@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -78,7 +77,6 @@ class TimmHost(Host):
     tells_causality = True
     library: ClassVar[str]
     kind: ClassVar[str] = "Attention"
-    fixes_length = True
     parts: ClassVar[Projections] = JOINT
 
     def concerns(self, kind: type[nn.Module]) -> bool:
@@ -142,13 +140,10 @@ class TimmHost(Host):
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
         """Learned absolute positions fix the length, class and register tokens included."""
-        module = sys.modules.get("timm.models.vision_transformer")
-        if module is None:
-            return None
-        model: Any = next((outer for outer in reversed(ancestors) if isinstance(outer, module.VisionTransformer)), None)
-        if model is None or model.pos_embed is None or model.dynamic_img_size:
-            return None
-        return model.pos_embed.shape[1] + (model.num_prefix_tokens if model.no_embed_class else 0)
+        return next(filter(None, map(_positions, reversed(ancestors))), None)
+
+    def fixes_length(self, ancestors: Sequence[nn.Module]) -> bool:
+        return True
 
     def map_modules(self, layer: Any) -> list[str]:
         return [*_dropouts(layer), *([] if getattr(layer, "fused_attn", False) else _named("softmax", layer))]
@@ -183,6 +178,18 @@ class TimmHost(Host):
                 "use a mechanism with a query, or build the model with qk_norm=False"
             )
         return replace(found, without_query=query)
+
+
+def _positions(model: Any) -> int | None:
+    """For how many tokens a vision transformer, or a masked autoencoder of others around timm's blocks, has positions.
+
+    Other models of timm may add tokens, merge them, or resize their positions to each image.
+    """
+    table = model._parameters.get("pos_embed")
+    known = hasattr(model, "no_embed_class") or "mask_token" in model._parameters
+    if table is None or table.dim() != 3 or not known:
+        return None
+    return table.shape[1] + (model.num_prefix_tokens if getattr(model, "no_embed_class", False) else 0)
 
 
 def _definer(kind: type) -> type:

@@ -148,8 +148,12 @@ class KeepProgress(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the steps to the next checkpoint; there is none where no loader would know its place."""
-        if trainer.world_size > 1 and trainer.strategy.broadcast(self._start.step) != self._start.step:
-            raise RuntimeError("the processes of this cell go on from different checkpoints; start it again")
+        start = self._start.fingerprint, self._start.step
+        if trainer.world_size > 1 and trainer.strategy.broadcast(start) != start:
+            raise RuntimeError(
+                "the processes of this cell have different settings, of a file that was edited as they started, or go "
+                "on from different checkpoints; start it again"
+            )
         steps = trainer.estimated_stepping_batches
         self._every = max(1, int(steps) // _PARTS) if math.isfinite(steps) else 1
         if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):

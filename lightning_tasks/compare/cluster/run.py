@@ -122,6 +122,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
                 cli.trainer.save_checkpoint(cell.checkpoint)
             if cell.test:
                 cli.trainer.test(cli.model, datamodule=cli.datamodule)
+            cli.trainer.strategy.barrier()  # a result only where every process got here: one that fails ends the others
     if not first:
         return
     if pairing.folder is None:

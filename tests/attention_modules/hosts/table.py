@@ -238,9 +238,10 @@ What else to know:
   map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
 - Columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by the column.
   Models of transformers check `position_ids`, and masks show padding before and between: other positions are an error.
-  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. The vision transformers of timm and
-  torchvision say how many tokens they have positions for: a call with fewer (lightly's `idx_keep`, another image size)
-  is an error.
+  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. Vision transformers of timm, torchvision
+  and transformers, and lightly's decoder, say how many tokens they have positions for. A call with fewer or more
+  (lightly's `idx_keep`, another image size, whatever `num_tokens=` says) is an error. An image of another shape with as
+  many patches is not noticed.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
 - A state dict of plain attention leaves a mechanism as it is, and after `to_empty` makes it new. A warning tells of one
   that has changed since the swap.

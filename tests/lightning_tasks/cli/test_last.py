@@ -1,5 +1,6 @@
 """The command: `--ckpt_path last`, and checkpoint files that are not what was written."""
 
+import json
 import os
 import random
 import re
@@ -41,6 +42,18 @@ def test_the_newest_of_the_recipe_s_runs_is_taken(demo, said):
     assert torch.load(before, weights_only=True)["global_step"] == 4
     main(["validate", "--config", demo, "--ckpt_path", "last"])
     assert said[-2] == f"attnswap: --ckpt_path last is {before}"
+
+
+@pytest.mark.parametrize(
+    ("finder", "reads"),
+    [("LearningRateFinder", {"attr_name": "rate"}), ("BatchSizeFinder", {"batch_arg_name": "width"})],
+)
+def test_callbacks_that_begin_at_the_first_step_resume_nothing(finder, reads, demo, capsys):
+    main(["fit", "--config", demo])
+    callback = {"class_path": f"lightning.pytorch.callbacks.{finder}", "init_args": reads}
+    error = refused(["fit", "--config", demo, *LAST, f"--trainer.callbacks={json.dumps([callback])}"], capsys)
+    assert f"{finder} begins each fit at its first step, and --ckpt_path goes on from the checkpoint's" in error
+    assert "--init_from" in error
 
 
 def test_a_torn_file_and_one_of_weights_are_left_out(demo, said, capsys):

@@ -55,17 +55,45 @@ def test_models_that_drop_tokens_take_no_mechanism_that_counts_columns(mechanism
 
 
 def of_timm(model: nn.Module, tokens: Tensor) -> Tensor:
-    return model.blocks(tokens)
+    return model.blocks[0](tokens)
 
 
 def of_torchvision(model: nn.Module, tokens: Tensor) -> Tensor:
     return model.encoder.layers(tokens)
 
 
+def of_transformers(model: nn.Module, tokens: Tensor) -> Tensor:
+    return next(module for name, module in model.named_modules() if name.endswith(("layer.0", "layers.0")))(tokens)
+
+
+class Masked(nn.Module):
+    """A decoder of masked autoencoders, as lightly and others build it of timm's blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, 32))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 17, 32), requires_grad=False)
+        self.blocks = nn.Sequential(timm.models.vision_transformer.Block(32, 2))
+
+
 SIZES = {"img_size": 64, "depth": 1, "embed_dim": 32, "num_heads": 2}
+OF_IMAGES = {"image_size": 64, "patch_size": 16}
+OF_WIDTH = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def of_hugging_face(name: str, **sizes: int):
+    config = getattr(transformers, f"{name}Config")
+    return lambda: getattr(transformers, f"{name}Model")(config(**OF_IMAGES | OF_WIDTH | sizes))
+
+
 IMAGE_MODELS = {
     "timm": (lambda: timm.create_model("vit_tiny_patch16_224", **SIZES), of_timm),
+    "timm of any size": (lambda: timm.create_model("vit_tiny_patch16_224", **SIZES, dynamic_img_size=True), of_timm),
+    "timm eva": (lambda: timm.create_model("eva_giant_patch14_224", **SIZES, patch_size=16, mlp_ratio=1), of_timm),
+    "of timm's blocks": (Masked, of_timm),
     "torchvision": (lambda: VisionTransformer(64, 16, 1, 2, 32, 64), of_torchvision),
+    "transformers vit": (of_hugging_face("ViT"), of_transformers),
+    "transformers dinov2": (of_hugging_face("Dinov2"), of_transformers),
 }
 
 
@@ -74,15 +102,42 @@ IMAGE_MODELS = {
 def test_a_part_of_a_models_tokens_is_no_input_for_what_counts_columns(library, mechanism):
     build, layers = IMAGE_MODELS[library]  # of which lightly and others give the layers the tokens that no mask hides
     model = build().eval()
-    swap_attention(model, mechanism)
-    tokens = torch.randn(2, 17, 32)
-    assert layers(model, tokens).shape == (2, 17, 32)
-    if mechanism == "sink":
-        layers(model, tokens[:, ::2])
-        return
-    with pytest.raises(RuntimeError, match=r"counts columns, and the model has positions for 17 tokens, .* 9"):
-        layers(model, tokens[:, ::2])
+    for options in ({},) if mechanism == "sink" else ({}, {"num_tokens": 50}):
+        swap_attention(model, mechanism, **options)
+        tokens = torch.randn(2, 17, 32)
+        assert layers(model, tokens).shape == (2, 17, 32)
+        for other in (tokens[:, ::2], tokens.repeat(1, 2, 1)):  # dropped tokens, another image size
+            if mechanism == "sink":
+                layers(model, other)
+                continue
+            with pytest.raises(RuntimeError, match=r"counts columns, and the model has positions for 17 tokens"):
+                layers(model, other)
     swap_attention(model, "softmax")
     layers(model, tokens[:, ::2])
     restore_attention(model)
     layers(model, tokens[:, ::2])
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("ViT", 17), ("DeiT", 18), ("Dinov2", 17), ("Dinov2WithRegisters", 21), ("CLIPVision", 17), ("SiglipVision", 16)],
+)
+def test_the_tokens_of_an_image_are_all_that_a_vision_transformer_gives(name, tokens):
+    model = of_hugging_face(name)().eval()
+    swap_attention(model, "position_bias")
+    assert model(torch.randn(1, 3, 64, 64)).last_hidden_state.shape[1] == tokens
+    with pytest.raises(RuntimeError, match=f"has positions for {tokens} tokens"):
+        model(torch.randn(1, 3, 32, 32), **({} if name.startswith("Dino") else {"interpolate_pos_encoding": True}))
+
+
+def test_texts_beside_images_may_be_shorter():
+    text, vision = (
+        transformers.LlamaConfig(**OF_WIDTH, vocab_size=50),
+        transformers.CLIPVisionConfig(**OF_WIDTH, **OF_IMAGES),
+    )
+    model = transformers.LlavaModel(transformers.LlavaConfig(vision_config=vision, text_config=text)).eval()
+    with pytest.raises(ValueError, match="give it the option num_tokens"):
+        swap_attention(model, "position_bias", where="*language_model*")
+    swap_attention(model, "position_bias", num_tokens=30)
+    for length in (5, 20):
+        assert model(torch.arange(length)[None]).last_hidden_state.shape == (1, length, 32)

@@ -40,6 +40,16 @@ def turned(base: type[nn.Module], x: torch.Tensor) -> torch.Tensor:
     return x.transpose(0, 1) if base is own.SequenceFirst else x
 
 
+@pytest.mark.parametrize(
+    ("kind", "linear"),
+    [(own.Causal, "c_attn, c_proj"), (own.Grouped, "q_proj, o_proj, kv_proj")],
+    ids=["joint", "separate"],
+)
+def test_what_is_not_declared_names_what_could_be(kind: type[nn.Module], linear: str) -> None:
+    with pytest.raises(AttentionSwapError, match=rf"or q= with kv=, or with k= and v=, .* \(it has {linear}\)"):
+        swap_attention(kind(), "symmetric")
+
+
 @pytest.mark.parametrize("base", NAMES)
 @pytest.mark.parametrize("mechanism", ["symmetric", "rpc"])
 def test_without_a_query_it_is_what_our_own_layer_gives(base: type[nn.Module], mechanism: str) -> None:

@@ -47,7 +47,7 @@ def test_rpc_in_the_first_layer_only() -> None:
         ({"no_embed_class": True}, 5),
         ({"reg_tokens": 2}, 7),
         ({"class_token": False, "global_pool": "avg"}, 4),
-        ({"dynamic_img_size": True}, None),
+        ({"dynamic_img_size": True}, 5),
         ({"pos_embed": "none"}, None),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cluster import several
 from lightning_tasks.compare.cluster.plan_file import read_plan
-from lightning_tasks.compare.cluster.progress import FILE
+from lightning_tasks.compare.cluster.progress import FILE, KeepProgress, Progress
 from lightning_tasks.compare.cluster.several import LEADER, processes_of, rank_of
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.compare.workers import worker_devices
@@ -65,6 +66,32 @@ def run(given):
 def rows_of(output):
     (file,) = output.rglob("result.json")
     return json.loads(file.read_text())
+
+
+class FailsInTest(Callback):
+    """Ends the second process as its test starts."""
+
+    def on_test_start(self, trainer, pl_module):
+        if trainer.global_rank:
+            raise RuntimeError("the second one is unwell")
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_last_leaves_no_result(demo, tmp_path):
+    callback = f"--trainer.callbacks={__name__}.FailsInTest"
+    variant = Variant("it", str(demo), (*(f"--{key}={value}" for key, value in TWO.items()), callback), test=True)
+    cell = replace(plan_cells([variant], [3], tmp_path / "out")[0], processes=2)
+    with pytest.raises(RuntimeError):
+        several.run_by_command(cell, cell.sources)
+    assert "the second one is unwell" in cell.log.read_text()
+    assert not cell.is_finished()
+
+
+def test_processes_with_different_settings_do_not_begin(tmp_path):
+    start = Progress("mine", {}, 0, 0.0, [], [])
+    strategy = SimpleNamespace(broadcast=lambda own: ("theirs", 0))
+    with pytest.raises(RuntimeError, match="different settings, of a file that was edited"):
+        KeepProgress(None, start, None).on_train_start(SimpleNamespace(world_size=2, strategy=strategy), None)
 
 
 @pytest.mark.slow
