@@ -1,1 +1,1 @@
-"""Mechanisms whose cost is linear in the number of tokens: a state of fixed size stands for all tokens so far."""
+"""Mechanisms of linear time, whose state is of fixed size."""
