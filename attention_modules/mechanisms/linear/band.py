@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from attention_modules.base import State
 from attention_modules.masks import require, tokens_of
+from attention_modules.mechanisms.shared.chunks import refuse_free_length
 
 
 class Band:
@@ -40,6 +41,7 @@ class Band:
         state: State | None = None,
     ) -> None:
         self.batch, _, self.tokens = k.shape[:3]
+        refuse_free_length(self.tokens)
         tokens, starts = (tokens, starts) if self.tokens else (None, None)
         self.window, self.sinks = window, sinks
         # Where nothing was before, a window wider than the sequence is as wide as that.

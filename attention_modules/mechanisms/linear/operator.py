@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attention_modules.kernels import recomputed, without_autocast
 from attention_modules.masks import require
+from attention_modules.mechanisms.shared.chunks import refuse_free_length
 
 CHUNK = 64  # tokens whose pairs are compared: half as many are as fast, twice as many slower
 GROUP = 16 * CHUNK  # tokens whose chunks are held at once; several groups are computed again in the backward pass
@@ -207,6 +208,7 @@ def _check(
     starts: Tensor | None,
 ) -> None:
     batch, heads, number, width = q.shape
+    refuse_free_length(number)
     every = (batch, heads, number)
     fits: dict[str, tuple[Tensor | None, list[tuple[int, ...]]]] = {
         "k": (k, [(*every, width)]),
@@ -218,6 +220,7 @@ def _check(
         "starts": (starts, [(batch, number), (1, number)]),
     }
     for name, (tensor, shapes) in fits.items():
-        if tensor is not None and tuple(tensor.shape) not in shapes:
+        # Tuples of another length are compared element by element, which would bind free sizes of a program.
+        if tensor is not None and tuple(tensor.shape) not in [each for each in shapes if len(each) == tensor.dim()]:
             shown = " or ".join(map(str, dict.fromkeys(shapes)))
             raise ValueError(f"{name} must be of shape {shown}, got {tuple(tensor.shape)}")

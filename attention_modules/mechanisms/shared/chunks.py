@@ -21,6 +21,19 @@ def exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
+def refuse_free_length(number: int) -> None:
+    """Refuse a number of tokens that ``torch.export`` leaves open, where it decides how many chunks there are.
+
+    Raises:
+        NotImplementedError: if it is open.
+    """
+    if exporting() and not isinstance(number, int):
+        raise NotImplementedError(
+            "a mechanism with a state goes through its tokens in chunks, whose number a program of torch.export fixes: "
+            "export for one number of tokens (the batch may be free), or choose a mechanism without a state"
+        )
+
+
 def row_slices(tokens: int, size: int) -> Iterator[slice]:
     """A few rows at a time, of so many, and of none once; all at once in a program that ``torch.export`` makes.
 

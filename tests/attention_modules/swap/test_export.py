@@ -11,6 +11,7 @@ from torch.export import Dim, export
 
 from attention_modules import swap_attention
 from attention_modules.layers import SelfAttention
+from attention_modules.mechanism import mechanism_class
 from tests.attention_modules.hosts.cases import (
     BETWEEN_LAYERS,
     DIM,
@@ -25,6 +26,7 @@ from tests.attention_modules.hosts.cases import (
 LONGEST = 200  # more than the rows of a chunk
 SIZES = {"batch": {0: Dim("batch", max=64)}, "length": {1: Dim("length", min=3, max=LONGEST)}}
 ALL = {**MECHANISMS, "scaled, variant='matrix'": ("scaled", {"variant": "matrix", "num_tokens": LONGEST})}
+STATES = [name for name, (mechanism, _) in ALL.items() if mechanism_class(mechanism).cache == "state"]
 FEW = ("softmax", "rpc", "entmax", "forgetting", "mom")
 
 
@@ -46,7 +48,7 @@ def _subject(mechanism: str) -> nn.Module:
     """A layer alone, which takes half the time of an encoder, or an encoder where layers read each other's values."""
     if mechanism in BETWEEN_LAYERS:
         return _swapped(settled(ENCODER), mechanism)
-    return _swapped(settled(lambda: SelfAttention(DIM, 4)), mechanism)
+    return _swapped(settled(lambda: SelfAttention(DIM, 4, is_causal=mechanism in STATES)), mechanism)
 
 
 def _encoder(mechanism: str) -> nn.Module:
@@ -61,7 +63,17 @@ def _assert_equal(model: nn.Module, program: nn.Module, batch: int, length: int)
     torch.testing.assert_close(program(x), model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("mechanism", ALL)
+@pytest.mark.parametrize("mechanism", STATES)
+def test_with_a_state_the_batch_is_free_and_a_free_length_is_refused(mechanism):
+    model = _subject(mechanism)
+    program = _of_features(model, SIZES["batch"])
+    for batch in (1, 5):
+        _assert_equal(model, program, batch, 9)
+    with pytest.raises(Exception, match="export for one number of tokens"):
+        _of_features(model, SIZES["batch"] | SIZES["length"])
+
+
+@pytest.mark.parametrize("mechanism", [name for name in ALL if name not in STATES])
 def test_batch_and_length_are_free(mechanism):
     model = _subject(mechanism)
     program = _of_features(model, SIZES["batch"] | SIZES["length"])
@@ -71,10 +83,11 @@ def test_batch_and_length_are_free(mechanism):
 
 def _alternating() -> list[Any]:
     """Batch and length in turn; those that take seconds and share their code with others are slow."""
-    marks = [() if name in FEW else pytest.mark.slow for name in ALL]
+    names = [name for name in ALL if name not in STATES]
+    marks = [() if name in FEW else pytest.mark.slow for name in names]
     return [
         pytest.param(name, list(SIZES)[i % 2], marks=mark)
-        for i, (name, mark) in enumerate(zip(ALL, marks, strict=True))
+        for i, (name, mark) in enumerate(zip(names, marks, strict=True))
     ]
 
 
