@@ -119,8 +119,8 @@ class AttentionMechanism(nn.Module):
     """Whether it learns something of the distance of two tokens by that of their columns."""
     cache: ClassVar[Cache]
     """What it must be given of earlier tokens while generating; by default, keys and values where it takes more of them
-    than queries, else the whole sequence. With ``"state"``, ``forward`` takes ``state``, a :data:`State` that is empty
-    before the first token, and which it fills with what stands for all tokens so far."""
+    than queries, else the whole sequence. With ``"state"``, ``forward`` takes ``state``, a dict of tensors that is
+    empty before the first token, and which it fills with what stands for all tokens so far."""
     causality: Causality = "any"
     """Whether a call may, may not or must hide the future; where ``row_masks`` is False, it may not by default."""
     remembers: ClassVar[bool] = False

@@ -35,7 +35,7 @@ def performer_attention(
     state: State | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j), φ(x) = exp(P x̂ - |x̂|²/2), whose mean over P is softmax's exp(z_ij).
+    """Σ_j φ(q_i)·φ(k_j) v_j / Σ_j φ(q_i)·φ(k_j), φ(x) = exp(P x̂ - ‖x̂‖²/2), whose mean over P is softmax's exp(z_ij).
 
     x̂ is x d^(-1/4). The largest exponent of each query is taken off its features, to which 1e-4 is added. From the
     keys' exponents the largest so far is taken, by which the sums fade as it grows: that is exact. (The released code
