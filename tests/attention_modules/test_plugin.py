@@ -42,17 +42,17 @@ def plugin(installed, monkeypatch):
 
 
 def test_is_found_by_its_entry_point(plugin):
-    assert "window" in available_mechanisms()
-    assert mechanism_class("window").__module__ == "window_attention"
+    assert "near" in available_mechanisms()
+    assert mechanism_class("near").__module__ == "window_attention"
 
 
 @pytest.mark.parametrize("check", sorted(set(CHECKS) - {"compile"}))
 def test_passes_every_check(plugin, check):
-    check_mechanism("window", window=2, only=[check])
+    check_mechanism("near", window=2, only=[check])
 
 
 def test_passes_the_compile_check(plugin):
-    check_mechanism("window", window=2, only=["compile"])
+    check_mechanism("near", window=2, only=["compile"])
 
 
 def test_one_that_needs_the_input_and_another_layers_values(plugin):
@@ -75,7 +75,7 @@ def test_swaps_into_a_model_and_out(plugin):
     model = nn.Sequential(SelfAttention(24, 3), SelfAttention(24, 3)).eval()
     x = torch.randn(2, 9, 24)
     before = model(x)
-    swap_attention(model, "window", window=1)
+    swap_attention(model, "near", window=1)
     assert not torch.allclose(model(x), before)
     restore_attention(model)
     assert torch.equal(model(x), before)
@@ -84,7 +84,7 @@ def test_swaps_into_a_model_and_out(plugin):
 def test_wide_enough_it_is_plain_attention(plugin):
     spec = SelfAttention(24, 3).mechanism.spec
     q, k, v = torch.randn(3, 2, 3, 9, 8).unbind(0)
-    wide, plain = (build_mechanism(name, spec, **o) for name, o in (("window", {"window": 9}), ("softmax", {})))
+    wide, plain = (build_mechanism(name, spec, **o) for name, o in (("near", {"window": 9}), ("softmax", {})))
     assert torch.allclose(wide(q, k, v), plain(q, k, v), atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def test_a_package_that_fails_to_load_is_a_warning_that_names_it(installed, plug
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(UserWarning, match=r"'broken'.*no_such_module"):
         names = available_mechanisms()
-    assert "window" in names
+    assert "near" in names
     assert "broken" not in names
     with warnings.catch_warnings():
         warnings.simplefilter("error")

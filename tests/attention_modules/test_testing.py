@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules import AttentionMechanism, AttentionSpec, SoftmaxAttention
+from attention_modules.mechanisms.linear.linear import LinearAttention
 from attention_modules.testing import CHECKS, MechanismCheckError, check_mechanism
 
 OURS = {
@@ -190,6 +191,22 @@ class KeepsStateOutside(Broken):
         return self.factor * out
 
 
+class ForgetsItsState(LinearAttention):
+    def forward(self, *args, state=None, **kwargs):
+        if state:
+            state.clear()
+        return super().forward(*args, state=state, **kwargs)
+
+
+class KeepsEveryToken(LinearAttention):
+    def forward(self, q, k, v, *args, state=None, **kwargs):
+        kept = None if state is None else [*([state["keys"]] if state else []), k]
+        out = super().forward(q, k, v, *args, state=state, **kwargs)
+        if state is not None:
+            state["keys"] = torch.cat(kept, -2)
+        return out
+
+
 class DiffersCompiled(Broken):
     def after(self, out, q, k, v):
         return 2 * out if torch.compiler.is_compiling() else out
@@ -225,6 +242,7 @@ FAULTS = {
     "parameters": [HasAnIdleParameter],
     "copies": [KeepsStateOutside],
     "compile": [DiffersCompiled, DiffersCompiledBackward],
+    "state": [ForgetsItsState, KeepsEveryToken],
 }
 
 

@@ -86,7 +86,7 @@ def performer_attention(
             tops = running_max(torch.cat([before[..., None], top], -1), starts)
             top, fade = tops[..., 1:], (tops[..., :-1] - tops[..., 1:]).clamp(max=0.0)  # a start may be lower
         else:
-            tops = top = top.amax(-1, keepdim=True)
+            tops = top = F.pad(top, (0, 1), value=LOWEST).amax(-1, keepdim=True)  # there may be no key
         of_key = (of_key - top[..., None]).exp()
     given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p}
     out = mix_by_features("performer", of_query, of_key, v, NOTHING, fade, state=state, starts=starts, **given)

@@ -23,7 +23,7 @@ TOKENS = 9
 SPEC = AttentionSpec(dim=16, num_heads=2, head_dim=8)
 CHUNKED = ("dam", "entmax", "hard", "position_bias", "sigmoid")
 NORMED = ("delta", "gated_delta", "gla", "kda", "retention")
-LINEAR = ("scaled", "talking_heads", "twicing", "linear", *NORMED)
+LINEAR = ("scaled", "talking_heads", "twicing", "linear", "hedgehog", "performer", *NORMED)
 STATED = (
     "differential",
     "neutreno",

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from attention_modules import (
     AttentionSpec,
     build_mechanism,
-    mechanism_class,
     mechanisms as found,
     naive,
     swap_attention,
@@ -62,9 +61,19 @@ class Case:
     )
 
     @property
+    def must(self) -> dict[str, bool]:
+        """What a call of the mechanism with these options must say: nothing, or that the future is hidden."""
+        return as_it_must(build_mechanism(self.name, AttentionSpec(32, 4, 8, num_tokens=9), **self.options))
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that the function takes too, and what a call must say."""
+        return self.must | {name: self.options[name] for name in self.shared if name in self.options}
+
+    @property
     def function(self) -> Callable[..., Tensor]:
-        """Where calls must hide the future, they do, unless they say otherwise."""
-        return partial(getattr(found, f"{self.name}_attention"), **as_it_must(mechanism_class(self.name)))
+        """With its options; where calls must hide the future, they do, unless they say otherwise."""
+        return partial(getattr(found, f"{self.name}_attention"), **self.given)
 
     @property
     def twin(self) -> Callable[..., Tensor]:

@@ -40,7 +40,7 @@ def _inputs(case, std=1.0, values=1.0):
         inputs["gates"] = (inputs["gates"] > 0).double()
     if case.name in ("symmetric", "rpc"):
         del inputs["q"]
-    return inputs
+    return {name: case.signs[name](x) if name in case.signs else x for name, x in inputs.items()}
 
 
 def _call(case, inputs):

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from attention_modules.layers import SelfAttention
 from attention_modules.sharing import SharedValueError
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, MECHANISMS
+from tests.attention_modules.hosts.cases import ALWAYS_CAUSAL, BETWEEN_LAYERS, MECHANISMS
 from tests.rows import each_row
 
 
@@ -34,7 +34,7 @@ def leaves(graph: fx.GraphModule) -> list[str]:
 
 @each_row(
     "name",
-    [name for name in MECHANISMS if name not in (*BETWEEN_LAYERS, "differential, pairs='heads'")],
+    [name for name in MECHANISMS if name not in (*BETWEEN_LAYERS, *ALWAYS_CAUSAL, "differential, pairs='heads'")],
 )
 def test_swapped_layers_are_leaves(name: str) -> None:
     mechanism, options = MECHANISMS[name]
