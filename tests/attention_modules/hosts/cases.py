@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attention_modules.mechanism import AttentionMechanism, mechanism_class
 from tests.attention_modules.hosts.sdpa.own import DeclaredJoint, Joint
 
 DIM, HEADS, TOKENS, BATCH = 16, 4, 6, 2
@@ -64,19 +65,20 @@ FEW = {name: MECHANISMS[name] for name in ("softmax", "symmetric", "rpc", "scale
 WITHOUT_QUERY = ("symmetric", "rpc", "l2, shared=True")
 FEATURES_APART = ("differential", "qk_norm")
 BETWEEN_LAYERS = ("neutreno", "value_residual", "elliptical")
-PADDING_ALONE = ("mom", "rkde", "sinkhorn")
 OF_A_LENGTH = ("dam", "position_bias", "scaled")
-ALWAYS_CAUSAL = ("delta", "gated_delta", "gla", "kda", "window")
-WITH_A_STATE = (*ALWAYS_CAUSAL, "hedgehog", "linear", "performer", "retention")
-ONE_QUERY_PER_KEY = (
-    *WITH_A_STATE,
-    *WITHOUT_QUERY,
-    *PADDING_ALONE,
-    *OF_A_LENGTH,
-    "forgetting",
-    "neutreno",
-    "twicing",
-)
+
+
+def those(rule: Callable[[type[AttentionMechanism]], bool]) -> tuple[str, ...]:
+    """The mechanisms of whose class a rule is true."""
+    return tuple(name for name, (kind, _) in MECHANISMS.items() if rule(mechanism_class(kind)))
+
+
+PADDING_ALONE = those(lambda kind: kind.causality == "never")
+WITHOUT_ROWS = those(lambda kind: not kind.row_masks)
+ALWAYS_CAUSAL = those(lambda kind: kind.causality == "always")
+WITH_A_STATE = those(lambda kind: getattr(kind, "cache", None) == "state")
+ONE_QUERY_PER_KEY = (*those(lambda kind: kind.one_query_per_key), *WITHOUT_QUERY)
+SEES_THE_FUTURE = dict.fromkeys(ALWAYS_CAUSAL, "sees the future")
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ _NO_QUERY_NORM = dict.fromkeys(WITHOUT_QUERY, "q_norm")
 _NOT_GROUPED = dict.fromkeys(WITHOUT_QUERY, "grouped keys")
 _ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
 _CAUSAL = dict.fromkeys(PADDING_ALONE, "hides the future")
-_ENCODER = dict.fromkeys(ALWAYS_CAUSAL, "sees the future")
+_ENCODER = SEES_THE_FUTURE
 _ENCODER_CALL = dict.fromkeys(ALWAYS_CAUSAL, "must hide the future")
 _TWO = {"num_hidden_layers": 2}
 

@@ -18,6 +18,7 @@ from attention_modules import AttentionSwapError, restore_attention, swap_attent
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.huggingface.caches import CACHE
 from attention_modules.sharing import SharedValueError
+from tests.attention_modules.hosts.cases import WITH_A_STATE
 from tests.attention_modules.hosts.huggingface import generating
 from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
 from tests.rows import each_row
@@ -29,7 +30,12 @@ OF_OTHER_LAYERS, MIXED = ("elliptical", "value_residual"), "sliding and full lay
 @pytest.mark.parametrize("name", NAMES)
 def test_cached_generation_equals_generation_without(name: str) -> None:
     found = {way: generating.difference(name, way) for way in WAYS}
-    refused = [name in REFUSED or (way == MIXED and name in OF_OTHER_LAYERS) for way in WAYS]
+    refused = [
+        name in REFUSED
+        or (way == MIXED and name in OF_OTHER_LAYERS)
+        or ("window" in given and name in WITH_A_STATE)  # which is shorter than the prompt
+        for way, given in WAYS.items()
+    ]
     assert [value is None for value in found.values()] == refused
     assert all(value is None or value <= TOLERANCE for value in found.values()), found
     (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| `{name}` |")]

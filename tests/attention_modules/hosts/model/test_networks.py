@@ -14,7 +14,7 @@ from torch import nn
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import MECHANISMS, features, hugging_face
+from tests.attention_modules.hosts.cases import ALWAYS_CAUSAL, MECHANISMS, TOKENS, features, hugging_face
 from tests.rows import each_row
 
 
@@ -128,6 +128,8 @@ def test_layers_are_counted_within_each_network() -> None:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_copies_stay_copies_and_frozen(name: str) -> None:
     mechanism, options = MECHANISMS[name]
+    past = {"mask": nn.Transformer.generate_square_subsequent_mask(TOKENS), "is_causal": True}
+    hidden = past if name in ALWAYS_CAUSAL else {}
     for model in (pair(), nn.ModuleDict(reversed(pair().items()))):
         swap_attention(model, mechanism, **options)
         student, teacher = model["student"], model["teacher"]
@@ -138,7 +140,8 @@ def test_copies_stay_copies_and_frozen(name: str) -> None:
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
         model.eval()
         with torch.no_grad():
-            torch.testing.assert_close(student(features()), teacher(features()), atol=1e-6, rtol=1e-5)
+            outs = [network(features(), **hidden) for network in (student, teacher)]
+            torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
 
 
 @each_row("mechanism", ["gated", "differential", "dam"])

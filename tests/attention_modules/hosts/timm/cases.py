@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -12,13 +12,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEATURES_APART, PADDING_ALONE, WITHOUT_QUERY
+from tests.attention_modules.hosts.cases import (
+    BETWEEN_LAYERS,
+    FEATURES_APART,
+    SEES_THE_FUTURE,
+    WITHOUT_QUERY,
+    WITHOUT_ROWS,
+)
 
 BATCH, DIM, HEADS, SIDE = 2, 16, 4, 4
 TOKENS = SIDE * SIDE
 ROPE = dict.fromkeys(FEATURES_APART, "rotary positions")
 QUERY_NORM = {**ROPE, **dict.fromkeys(WITHOUT_QUERY, "q_norm")}
-BIASED = dict.fromkeys(PADDING_ALONE, "differs from row to row")
+BIASED = dict.fromkeys(WITHOUT_ROWS, "differs from row to row")
 QUERY_BIAS = {**BIASED, **dict.fromkeys(WITHOUT_QUERY, "product with the query")}
 WIDE_VALUES = {**BIASED, **dict.fromkeys(("rpc", "elliptical"), r"different widths \(4 and 8\)")}
 SHIFTED = {**BIASED, **dict.fromkeys(BETWEEN_LAYERS, "windows are shifted")}
@@ -103,7 +109,7 @@ _LEVIT = {"key_dim": 4, "num_heads": HEADS, "attn_ratio": 2, "resolution": (SIDE
 _EVA = {**_HEADS, "norm_layer": nn.LayerNorm}
 _NORMED = {**dict.fromkeys(WITHOUT_QUERY, "batch norm"), **WIDE_VALUES}
 
-LAYERS: dict[str, LayerCase] = {
+_CASES: dict[str, LayerCase] = {
     "eva": LayerCase(_models("eva"), "EvaAttention", (DIM,), _EVA, lambda: tokens(_rope()), linear=False, refuses=ROPE),
     "eva-separate-bias": LayerCase(
         _models("eva"), "EvaAttention", (DIM,), {**_EVA, "qkv_bias_separate": True, "gated": True}, refuses=ROPE
@@ -311,6 +317,8 @@ LAYERS: dict[str, LayerCase] = {
     ),
     "fastvit": LayerCase(_models("fastvit"), "Attention", (DIM,), {"head_dim": 4, "qkv_bias": True}, image),
 }
+# None of them hides the future, which is said first.
+LAYERS = {name: replace(case, refuses={**case.refuses, **SEES_THE_FUTURE}) for name, case in _CASES.items()}
 
 
 def layer(name: str, seed: int = 0) -> nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attention_modules.hosts import discovery
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.swap import restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, MECHANISMS, WITHOUT_QUERY
+from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, MECHANISMS, ONE_QUERY_PER_KEY, SEES_THE_FUTURE
 from tests.attention_modules.hosts.timm.cases import BATCH, DIM, HEADS, TOKENS, noise
 from tests.attention_modules.hosts.timm.models import BY_NAME, on_meta, read
 
@@ -22,8 +22,6 @@ LAYERS = {
     "volo": ("timm.models.volo", "ClassAttention"),
     "crossvit": ("timm.models.crossvit", "CrossAttention"),
 }
-# Those that ask for a query to each key, beside those without a query and those that read other layers.
-SQUARE = ("scaled", "dam", "forgetting", "position_bias", "twicing", "sinkhorn", "mom", "rkde")
 
 
 def model(name: str) -> nn.ModuleDict:
@@ -68,9 +66,9 @@ def test_it_trains_or_is_refused(name: str, subtests: pytest.Subtests) -> None:
 def check_trains_or_is_refused(name: str, mechanism: str) -> None:
     module, (kind, options) = model(name), MECHANISMS[mechanism]
     plain = run(module)
-    refuses = mechanism in WITHOUT_QUERY or mechanism in BETWEEN_LAYERS or mechanism in SQUARE
-    if refuses:
-        with pytest.raises(AttentionSwapError, match=r"'asking'.*cross-attention"):
+    if mechanism in (*ONE_QUERY_PER_KEY, *BETWEEN_LAYERS):
+        reason = SEES_THE_FUTURE.get(mechanism, "cross-attention")
+        with pytest.raises(AttentionSwapError, match=f"'asking'.*{reason}"):
             swap_attention(module, kind, where="asking", **options)
         assert torch.equal(run(module), plain)
         return
