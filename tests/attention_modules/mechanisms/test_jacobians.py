@@ -31,7 +31,8 @@ class Pair:
         self.names = tuple(case.inputs())
         self.inputs = tuple(case.inputs().values())
         self.directions = tuple(case.inputs(seed=1).values())
-        self.ours = lambda *x: case.function(**dict(zip(self.names, x, strict=True)), **given)
+        function = case.function
+        self.ours = lambda *x: function(**dict(zip(self.names, x, strict=True)), **given)
         self.twin = lambda *x: case.twin(**dict(zip(self.names, x, strict=True)), **given)
         self.places = tuple(range(len(self.names)))
 
