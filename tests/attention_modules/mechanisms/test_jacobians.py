@@ -27,11 +27,11 @@ class Pair:
 
     def __init__(self, case: Case) -> None:
         case = _long(case)
-        given = case.given
+        given, function = case.given, case.function  # which builds a mechanism, and so draws: not under vmap
         self.names = tuple(case.inputs())
         self.inputs = tuple(case.inputs().values())
         self.directions = tuple(case.inputs(seed=1).values())
-        self.ours = lambda *x: case.function(**dict(zip(self.names, x, strict=True)), **given)
+        self.ours = lambda *x: function(**dict(zip(self.names, x, strict=True)), **given)
         self.twin = lambda *x: case.twin(**dict(zip(self.names, x, strict=True)), **given)
         self.places = tuple(range(len(self.names)))
 
