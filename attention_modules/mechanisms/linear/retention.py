@@ -28,7 +28,7 @@ def retention_attention(
     state: State | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """scale · Σ_j e^{a |i - j|} (q_i·k_j) v_j, over j <= i where the future is hidden (Sun et al., 2023, eq. 5).
+    """scale · Σ_j e^{a abs(i - j)} (q_i·k_j) v_j, over j <= i where the future is hidden (Sun et al., 2023, eq. 5).
 
     A token that a mask hides does not count in the distance.
 
