@@ -20,7 +20,7 @@ from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
 from lightning_tasks.training.kept_layers import Layers, check_swapped_layers
 from lightning_tasks.training.mean import WeightedMean
-from lightning_tasks.training.mechanisms import attention_spec, mechanism_from
+from lightning_tasks.training.mechanisms import attention_spec, mechanism_from, named
 
 Batch = tuple[Tensor, Tensor]
 
@@ -87,7 +87,7 @@ class LanguageModelingTask(BaseTask):
             vocab_size=vocab_size,
             mechanism=attention_spec(mechanism, options),
             options=options,
-            layers=check_swapped_layers(layers),
+            layers=check_swapped_layers(layers, named(mechanism)),
             other_attention=attention_spec(other_attention),
             optimizer=optimizer,
             scheduler=scheduler,

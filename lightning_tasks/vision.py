@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.training.kept_layers import Layers, check_swapped_layers
-from lightning_tasks.training.mechanisms import attention_spec, mechanism_from, swap_layers
+from lightning_tasks.training.mechanisms import attention_spec, mechanism_from, named, swap_layers
 from lightning_tasks.training.optimization import model_groups
 
 
@@ -52,7 +52,7 @@ class VisionTask(BaseTask):
             num_classes=num_classes,
             mechanism=attention_spec(mechanism, options),
             options=options,
-            layers=check_swapped_layers(layers),
+            layers=check_swapped_layers(layers, named(mechanism)),
             other_attention=attention_spec(other_attention),
             **hparams,
         )

@@ -32,14 +32,13 @@ class ReducedKeysHost(MultiheadAttentionHost):
     """The layer inside SegFormer's efficient attention (Twins' too) whose keys come from a smaller image."""
 
     name = "mmsegmentation attention with reduced keys"
+    tells_causality = True
 
     def understands(self, module: nn.Module) -> bool:
         return False  # alone it is torch's: only its parent tells
 
     def understands_in(self, module: nn.Module, parent: nn.Module | None) -> bool:
         return MultiheadAttentionHost.understands(self, module) and _reduction(parent) > 1
-
-    tells_causality = True
 
     def near_miss(self, module: nn.Module) -> str | None:
         return None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from attention_modules import swap_attention
+from benchmarks.generating.cache_bytes import bytes_of
 
 LENGTH, DECODED, ROUNDS = 4096, 32, 5
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -37,14 +38,6 @@ def model_of(mechanism: str, layers: list[int] | None) -> nn.Module:
     if mechanism != "softmax":
         swap_attention(model, mechanism, layers=layers, **OPTIONS[mechanism])
     return model
-
-
-def bytes_of(cache: Any) -> int:
-    """What the tensors of a cache hold."""
-    parts = (
-        part for layer in cache.layers for part in (layer.keys, layer.values, *getattr(layer, "state", {}).values())
-    )
-    return sum(part.numel() * part.element_size() for part in parts)
 
 
 @torch.inference_mode()

@@ -156,7 +156,14 @@ class PretrainedTokenizer(Tokenizer):
             from transformers import AutoTokenizer
         except ImportError as error:
             raise ImportError("the tokenizer of a folder needs the extra: pip install 'attnswap[hf]'") from error
-        return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False))
+        except Exception as error:  # of many kinds, as a folder may hold anything
+            said = next(iter(str(error).splitlines()), "")
+            raise ValueError(
+                f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {said}); give a folder that its "
+                "save_pretrained wrote"
+            ) from error
 
     def encode(self, lines: Sequence[str]) -> np.ndarray:
         ids = self._backend(list(lines), add_special_tokens=False, verbose=False)["input_ids"] if lines else []

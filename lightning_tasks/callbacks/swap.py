@@ -107,7 +107,7 @@ class SwapAttention(Callback):
         _check_values(self._class, options)
         self.options = plain_data(options, "options", specs=False)
         self.where, _, self.exclude = check_layer_choice(where, None, exclude)
-        self.layers = check_swapped_layers(layers)
+        self.layers = check_swapped_layers(layers, self.mechanism)
         self.report: SwapReport | None = None
         self._plan: Plan | None = None
         self._trains = False
@@ -186,12 +186,12 @@ class SwapAttention(Callback):
         some = self.layers if isinstance(self.layers, dict) else None
         matched, _ = select(survey(pl_module), self.where, None if some else self.layers, self.exclude, frozen=False)
         names = [layer.name for layer in matched]
-        return to_swap(names, some, self.mechanism) if some else names
+        return to_swap(names, some) if some else names
 
     def _finds_layers(self, pl_module: pl.LightningModule) -> bool:
         try:
             return bool(self._chosen(pl_module))
-        except AttentionSwapError:
+        except ValueError:
             return False  # not built yet, or wrong: which shows when all is built
 
     def _swap(self, pl_module: pl.LightningModule) -> None:

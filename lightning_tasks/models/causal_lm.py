@@ -77,7 +77,7 @@ def build_causal_lm(
         if "attention" in accepted and not isinstance(layers, dict):
             chosen = {"attention": attention, "attention_options": dict(options), "attention_layers": layers}
             model = checked_build(spec, "model", **extra, **chosen)
-            swap_rest(model, chosen_names(model, layers, ""), other, other_options)
+            swap_rest(model, chosen_names(model, layers), other, other_options)
             return model
         model = checked_build(spec, "model", **extra)
     else:

@@ -59,6 +59,12 @@ def plain_name(mechanism: Any) -> Any:
     return "softmax" if mechanism is F.scaled_dot_product_attention or mechanism == path else mechanism
 
 
+def named(mechanism: Any) -> str:
+    """What ``attnswap drift`` calls a mechanism that a task is given: its short name, or its import path."""
+    spec = attention_spec(mechanism)
+    return spec if isinstance(spec, str) else str(spec["class_path"])
+
+
 def mechanism_from(spec: str | Spec, options: Mapping[str, Any] | None) -> tuple[Mechanism, dict[str, Any]]:
     """What ``mechanism=`` and its options are for a model or :func:`~attention_modules.swap_attention`."""
     if isinstance(spec, str):
@@ -87,7 +93,7 @@ def swap_layers(
     """
     if attention == "softmax" and (layers is None or other == "softmax"):
         return
-    chosen = chosen_names(model, layers, attention if isinstance(attention, str) else "")
+    chosen = chosen_names(model, layers)
     swap_rest(model, chosen, other, other_options, plain=_reads_others(attention))
     if attention != "softmax":
         swap_attention(model, attention, where=chosen, **options)

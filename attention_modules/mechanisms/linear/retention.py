@@ -65,15 +65,15 @@ def retention_attention(
             "retention", q, k, v, log_decay, attn_mask=mask, is_causal=True, dropout_p=dropout_p, **given
         )
     refuse_state("retention", state, starts)
-    v = dropped(v, dropout_p)
+    wide, dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32), v.dtype
+    v = dropped(v, dropout_p).to(wide)
     ahead, _ = linear_operator(q, k, v, log_decay, scale=scale, tokens=tokens)
     turned = None if tokens is None else tokens.flip(2)
     behind, _ = linear_operator(q.flip(2), k.flip(2), v.flip(2), log_decay, scale=scale, tokens=turned)
     with without_autocast(q.device):  # the token itself is in both
-        wide = torch.promote_types(q.dtype, torch.float32)
         weight = (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * (q.shape[-1] ** -0.5 if scale is None else scale)
         weight = weight if tokens is None else weight.masked_fill(~tokens.unsqueeze(-1), 0.0)
-        return ahead + behind.flip(2) - (weight * v.to(wide)).to(v.dtype)
+        return (ahead + behind.flip(2) - weight * v).to(dtype)
 
 
 def decays(heads: int, like: Tensor) -> Tensor:

@@ -173,7 +173,6 @@ class StatefulMechanism(AttentionMechanism):
     """Of what `tensors` gives, and the further arguments of `forward`; a static method."""
     one_query_per_key = True
     row_masks = False
-    one_query_per_key = True
     cache = "state"
     causality: Causality = "always"
 
@@ -206,34 +205,12 @@ class StatefulMechanism(AttentionMechanism):
             state: what stands for all earlier tokens, empty before the first; it is filled.
             starts: before which tokens the state is emptied, boolean ``[B, N]``.
         """
-        return self.finished(
-            self.mixed(q, k, v, attn_mask, is_causal, dropout_p, scale, x=x, state=state, starts=starts), x
-        )
+        given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
+        return self.finished(self.mixed(q, k, v, x=x, state=state, starts=starts, **given), x)
 
-    def mixed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        dropout_p: float = 0.0,
-        scale: float | None = None,
-        *,
-        x: Tensor | None = None,
-        state: State | None = None,
-        starts: Tensor | None = None,
-    ) -> Tensor:
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **given: Any) -> Tensor:
         """The same before what becomes of the output."""
-        return self.function(
-            *self.tensors(q, k, v, x),
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            dropout_p=dropout_p,
-            scale=scale,
-            state=state,
-            starts=starts,
-        )
+        return self.function(*self.tensors(q, k, v, x), **given)
 
 
 class NormedMechanism(StatefulMechanism):

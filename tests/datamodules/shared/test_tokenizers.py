@@ -99,6 +99,24 @@ class TestPretrained:
         (folder / "tokenizer_config.json").write_text(text + " ")
         assert data._cache_entry() != before
 
+    @pytest.mark.parametrize(
+        "files",
+        [
+            {"tokenizer.json": "{"},
+            {"tokenizer.json": "{}"},
+            {"tokenizer_config.json": "[]"},
+            {"tokenizer_config.json": '{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}', "evil.py": "1 / 0"},
+        ],
+    )
+    def test_a_folder_of_anything_is_refused_and_runs_no_code(self, folder, wikitext_root, tmp_path, files):
+        if "evil.py" in files:
+            (folder / "tokenizer.json").unlink()
+        for name, text in files.items():
+            (folder / name).write_text(text)
+        data = WikiTextDataModule("wikitext-2-v1", wikitext_root, tokenizer=str(folder), cache_dir=tmp_path / "cache")
+        with pytest.raises(ValueError, match=r"the tokenizer in .*model cannot be read .*; give a folder that its"):
+            data.setup()
+
     def test_what_it_has_itself_is_not_asked_for(self, folder, wikitext_root):
         with pytest.raises(ValueError, match=r"vocab_size is 300, and the tokenizer of .* has its own: leave it out"):
             WikiTextDataModule("wikitext-2-v1", wikitext_root, tokenizer=str(folder), vocab_size=300)

@@ -309,3 +309,20 @@ def test_training_with_a_cache_in_the_call_has_the_same_gradients():
         gradients.append([parameter.grad for parameter in model.parameters()])
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second, atol=EXACT, rtol=EXACT)
+
+
+@pytest.mark.parametrize("asked", ["by the call", "of the layer"])
+def test_a_call_that_sees_the_future_is_one_or_is_refused(asked):
+    """As a decoder that is made an encoder."""
+    for mechanism in ("gated_delta", "linear"):
+        model = llama(1)
+        swap_attention(model, mechanism)
+        causal = model(TOKENS, use_cache=False).logits
+        given = {"is_causal": False} if asked == "by the call" else {}
+        if not given:
+            model.model.layers[0].self_attn.is_causal = False
+        if mechanism == "gated_delta":
+            with pytest.raises(ValueError, match="must hide the future"):
+                model(TOKENS, use_cache=False, **given)
+        else:
+            assert (model(TOKENS, use_cache=False, **given).logits - causal).abs().max() > 1e-3
