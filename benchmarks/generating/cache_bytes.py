@@ -74,7 +74,7 @@ def table(rows: Mapping[str, Mapping[int, int]]) -> str:
     lines = [f"| mechanism | {' | '.join(f'{length:,} tokens' for length in lengths)} |"]
     lines.append(f"|---|{'---|' * len(lengths)}")
     for name, row in rows.items():
-        lines.append(f"| `{name}` | {' | '.join(f'{row[length] / 2**20:.2f}' for length in lengths)} |")
+        lines.append(f"| {name} | {' | '.join(f'{row[length] / 2**20:.2f}' for length in lengths)} |")
     return "\n".join(lines)
 
 
