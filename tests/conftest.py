@@ -20,6 +20,7 @@ import torch
 from tests.costs import CostWriter, leave_out_costly
 
 OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+OF_A_SEED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -85,14 +86,17 @@ def _small_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.fixture(autouse=True)
-def _no_process_group_stays() -> Iterator[None]:
-    """Take down what a strategy of several processes leaves in this one.
+def _nothing_of_a_run_stays() -> Iterator[None]:
+    """Take down what a strategy of several processes leaves in this one, and forget the seed of Lightning's last run.
 
     A process forked later would wait for the threads of a group that stayed; and a program started later, to which
     Lightning's variables say that somebody else starts its processes, would wait for these.
+    With that seed, Lightning would seed anew what a later test trains.
     """
     before = {name: os.environ.get(name) for name in OF_A_PROCESS_GROUP}
     yield
+    for name in OF_A_SEED:
+        os.environ.pop(name, None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     for name, value in before.items():

@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def run_program(*arguments: str, timeout: float = 240, **environment: str) -> str:
     """Run ``python ARGUMENTS`` and what it starts, and return its output; raise an AssertionError where it fails."""
-    # Without the seed that an earlier test left, with which Lightning would seed the processes of a group anew.
-    own = {name: value for name, value in os.environ.items() if name not in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
-    variables = {**own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     program = [sys.executable, *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(

@@ -32,6 +32,11 @@ CALLBACKS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _files_of_lightning_s_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 class Kept(DummyLogger):
     """What Lightning logs, by step."""
 

@@ -108,4 +108,4 @@ def test_the_prose_counts_as_the_file_does():
     assert [int(each) for each in said] == expected
     assert sum(writing) == counts["equal"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"tried on {counts['equal']} of its {len(LINES)} model families" in readme
+    assert f"{counts['equal']} of the {len(LINES)} families that have such layers were tried" in readme
