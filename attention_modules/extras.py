@@ -12,6 +12,7 @@ EXTRA_OF = {
     "mmcv": "mmseg",
     "mmengine": "mmseg",
     "mmseg": "mmseg",
+    "peft": "lora",
     "safetensors": "hf",
     "scipy": "analysis",
     "submitit": "slurm",

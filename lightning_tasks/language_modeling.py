@@ -16,6 +16,7 @@ from lightning_tasks.models.causal_lm import (
     loss_sum,
     model_spec,
 )
+from lightning_tasks.models.lora import check_lora, with_lora
 from lightning_tasks.models.losses import IGNORE_INDEX
 from lightning_tasks.training.distributed import repeated_rows
 from lightning_tasks.training.kept_layers import Layers, check_swapped_layers
@@ -55,6 +56,8 @@ class LanguageModelingTask(BaseTask):
             :class:`~lightning_tasks.base.BaseTask`.
         chunk_size: tokens whose logits exist together; None for all, by a call of the whole model, whose logits
             ``Heal`` can match.
+        lora: options of ``peft.LoraConfig`` such as ``{"r": 8}``: adapters and the mechanisms' Parameters train, all
+            else is frozen; around all linear layers where ``target_modules`` is left out. None trains all.
 
     Raises:
         TypeError: if something cannot be stored in a checkpoint; the text names the cure.
@@ -79,6 +82,7 @@ class LanguageModelingTask(BaseTask):
         scheduler_monitor: str = "val/loss",
         param_groups: list[dict[str, Any]] | None = None,
         chunk_size: int | None = 256,
+        lora: dict[str, Any] | None = None,
     ) -> None:
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1, or None for all tokens, got {chunk_size}")
@@ -95,6 +99,7 @@ class LanguageModelingTask(BaseTask):
             scheduler_monitor=scheduler_monitor,
             param_groups=param_groups,
             chunk_size=chunk_size,
+            lora=check_lora(lora),
         )
         measures = MetricCollection({"loss": WeightedMean(), "perplexity": PerplexityFromLoss()})
         self.val_metrics = measures.clone(prefix="val/")
@@ -126,6 +131,8 @@ class LanguageModelingTask(BaseTask):
         window = getattr(getattr(self._trainer, "datamodule", None), "num_tokens", None)
         if window is not None:
             check_window(model, window)
+        if self.hparams["lora"] is not None:
+            return with_lora(model, self.hparams["lora"])
         self._has_plain_head = has_plain_head(model)
         return model
 

@@ -127,15 +127,15 @@ def _group(
     q, k, v = chunks(q), chunks(k), chunks(v)
     c = None if a is None else chunks(a).cumsum(-2, dtype=_of_sums(q))
     gain = None if beta is None else chunks(beta.unsqueeze(-1))
-    replaced = None if gain is None else gain * k
-    made = q, k, replaced, c, scale
+    made = q, k, gain, c, scale
     pairs, *within = recomputed(_pairs, *made) if again else _pairs(*made)
-    past, last, before, tail = q * scale, k, replaced, None
-    if c is not None:
+    if c is None:
+        past, last, replaced, tail = q * scale, k, gain, None
+    else:
         end = c[..., -1:, :]
         faded, rest, tail = (x.to(wide).exp() for x in (c, end - c, end.mT))
-        past, last, before = past * faded, k * rest, None if replaced is None else replaced * faded
-    if gain is None or before is None:
+        past, last, replaced = q * (faded * scale), k * rest, None if gain is None else gain * faded
+    if gain is None or replaced is None:
         u, added = v, last.mT @ v
         states = []
         for new, keep in zip(added.unbind(2), (None,) * count if tail is None else tail.unbind(2), strict=True):
@@ -143,7 +143,7 @@ def _group(
             state = state + new if keep is None else torch.addcmul(new, keep, state)
     else:
         solved = torch.linalg.solve_triangular(
-            within[0], torch.cat([gain * v, before], -1), upper=False, unitriangular=True
+            within[0], torch.cat([gain * v, replaced * k], -1), upper=False, unitriangular=True
         )
         new, read = (x.flatten(0, 1) for x in solved.split([values, width], -1))
         turned = last.flatten(0, 1).mT
@@ -163,11 +163,12 @@ def _of_sums(like: Tensor) -> torch.dtype:
     return like.dtype if like.device.type == "mps" else torch.float64
 
 
-def _pairs(q: Tensor, k: Tensor, replaced: Tensor | None, c: Tensor | None, scale: float) -> tuple[Tensor, ...]:
-    """scale · Σ_d q_id k_jd e^{c_id - c_jd} where j <= i, else 0; and likewise of ``replaced``, where j < i.
+def _pairs(q: Tensor, k: Tensor, gain: Tensor | None, c: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """scale · Σ_d q_id k_jd e^{c_id - c_jd} where j <= i, else 0; and likewise of ``gain * k``, where j < i.
 
     Args:
-        q, k, replaced: ``[..., C, d]``.
+        q, k: ``[..., C, d]``.
+        gain: ``[..., C, 1]``.
         c: running sums of the decays' logarithms ``[..., C, 1|d]``.
     """
     size, wide = k.shape[-2], k.dtype
@@ -175,8 +176,8 @@ def _pairs(q: Tensor, k: Tensor, replaced: Tensor | None, c: Tensor | None, scal
         past = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
         fade = past.to(wide) if c is None else (c - c.mT).to(wide).masked_fill(~past, float("-inf")).exp()
         pairs = (q @ k.mT) * (fade * scale)
-        return (pairs,) if replaced is None else (pairs, (replaced @ k.mT) * fade.tril(-1))
-    rows = (q * scale).unsqueeze(-2) if replaced is None else torch.stack([q * scale, replaced], -2)  # [..., C, R, d]
+        return (pairs,) if gain is None else (pairs, (k @ k.mT) * (fade.tril(-1) * gain))
+    rows = (q * scale).unsqueeze(-2) if gain is None else torch.stack([q * scale, gain * k], -2)  # [..., C, R, d]
     found = (rows * k.unsqueeze(-2)).sum(-1)[..., None, :, None]  # [..., C, 1, R, 1]: blocks of one token
     half = 1
     while half < size:  # a block is two half ones, and the second's rows with the first's keys, both from its last c
