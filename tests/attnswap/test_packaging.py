@@ -108,7 +108,7 @@ def test_the_installed_command_lists_the_recipes(installed, tmp_path):
     assert "locater/wikitext2\n" in listed
 
 
-@pytest.fixture(params=["a package", "a folder without __init__"])
+@pytest.fixture(params=[pytest.param("a package", marks=pytest.mark.slow), "a folder without __init__"])
 def project(request, tmp_path):
     """A project of a user whose folders have the names of ours."""
     for folder in ("datamodules", "configs"):

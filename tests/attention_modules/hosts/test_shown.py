@@ -71,7 +71,7 @@ def test_returned_maps_of_torch_have_gradients(batched: bool) -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gpt2_returns_its_maps_compiled_too(whole: bool) -> None:
     """As a whole, or block by block, where compiled code cannot read what the model around collects."""
     model = MODELS["gpt2"]()

@@ -182,14 +182,15 @@ def test_is_what_every_mechanism_must_be(case):
     check_mechanism(case.name, only=EAGER, **case.options)
 
 
-def _compiled() -> list[Any]:
+def each_mechanism(cases: list[Any], ids: list[str]) -> Any:
     """One form of each mechanism, the one with most options; the others are slow."""
-    most = {case.name: case for case in sorted(CASES, key=lambda case: len(case.options))}
-    marks = [() if most[case.name] is case else pytest.mark.slow for case in CASES]
-    return [pytest.param(case, marks=mark, id=name) for case, mark, name in zip(CASES, marks, IDS, strict=True)]
+    most = {case.name: case for case in sorted(cases, key=lambda case: len(case.options))}
+    marks = [() if most[case.name] is case else pytest.mark.slow for case in cases]
+    rows = [pytest.param(case, marks=mark, id=name) for case, mark, name in zip(cases, marks, ids, strict=True)]
+    return pytest.mark.parametrize("case", rows)
 
 
-@pytest.mark.parametrize("case", _compiled())
+@each_mechanism(CASES, IDS)
 def test_compiles(case):
     check_mechanism(case.name, only=["compile"], **case.options)
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_modules import available_mechanisms, mechanism_class, naive
 from attention_modules.mechanisms.shared.chunks import CHUNK
-from tests.attention_modules.mechanisms.test_equations import CASES, Case
+from tests.attention_modules.mechanisms.test_equations import CASES, Case, each_mechanism
 
 TOKENS = CHUNK + 2
 SIZES = {9: TOKENS, 11: TOKENS + 1, 8: 4}  # of the small cases, and here
@@ -113,7 +113,7 @@ def test_grad_and_its_vmap(case):
         _same([part[i] for part in together], pair.slopes([x[i] for x in both], pair.ours))
 
 
-@each
+@each_mechanism(ALL, IDS)
 def test_jacrev(case):
     pair = Pair(case)
     last = lambda function: lambda *x: function(*x)[0, 0, -1, :2]  # noqa: E731
@@ -141,7 +141,7 @@ def test_jvp_of_the_equation(case):
         _same(functional.jvp(pair.ours, pair.inputs, pair.directions), expected)
 
 
-@each
+@each_mechanism(ALL, IDS)
 def test_hessian_vector_product(case):
     """By torch.func and by autograd.functional in turn."""
     pair = Pair(case)

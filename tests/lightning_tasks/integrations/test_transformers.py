@@ -66,7 +66,10 @@ HOWS = {
 }
 
 
-@pytest.mark.parametrize("how", [pytest.param(how, marks=pytest.mark.costly) for how in HOWS])
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.slow if how == "compiled" else ()) for how in HOWS]
+)
 def test_watching_changes_nothing_however_it_trains(tmp_path, how):
     _, plain, _ = trained(tmp_path, [], **HOWS[how])
     history, watched, _ = trained(tmp_path, [AttentionMonitor(every_n_steps=1)], **HOWS[how])

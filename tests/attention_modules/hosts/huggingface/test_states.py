@@ -214,7 +214,9 @@ def test_the_cache_of_a_layer_does_not_grow(mechanism, cache):
 
 
 @torch.no_grad()
-@each_row("mechanism", ["window", "gated_delta", "hedgehog"])
+@pytest.mark.parametrize(
+    "mechanism", ["gated_delta", *(pytest.param(name, marks=pytest.mark.slow) for name in ("window", "hedgehog"))]
+)
 def test_a_step_compiles_whole_and_writes_into_the_static_cache(mechanism):
     model = swapped(mechanism, [1])
     whole = model(TOKENS, use_cache=False).logits

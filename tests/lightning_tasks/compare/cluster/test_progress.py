@@ -81,7 +81,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+FEW = ("language", "stabilizers", "images")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow) for kind in CASES])
 def test_it_ends_as_one_that_was_not_killed(kind, tmp_path, at_once):
     (kind, further), kills = CASES[kind], [(2, 4, 3), (7,)][list(CASES).index(kind) % 2]
     whole, cut = (cell_of(kind, tmp_path, place, further) for place in ("whole", "cut"))
