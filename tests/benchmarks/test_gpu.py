@@ -70,6 +70,7 @@ def test_a_row_that_killed_the_process_is_not_tried_again_and_one_that_was_stopp
     assert Rows(path).measure({"n": "1"}, raised(AssertionError))["state"] == CRASHED
 
 
+@pytest.mark.slow
 def test_every_part_of_attention_writes_rows_and_the_page_has_them(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "docs" / "results" / "gpu"
     monkeypatch.setattr(gpu.Bench, "names", ["gated"])

@@ -19,6 +19,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(peers, "MASKED", peers.Images(32, 1))
 
 
+@pytest.mark.slow
 def test_a_row_a_peer_with_as_many_parameters(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     peers.main(["--threads", "1", "--rounds", "2"])

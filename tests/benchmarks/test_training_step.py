@@ -18,6 +18,7 @@ def comparison(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_row_a_variant_with_time_and_memory(comparison, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
     for steps in ("WARM_UP", "TIMED", "WEIGHED"):

@@ -29,7 +29,7 @@ def test_wandb_has_the_nested_config_and_the_saved_config_runs_again(demo):
         assert len(list(Path("runs/demo", run_folder, "wandb").glob("offline-run-*"))) == 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_one_wandb_run_a_job_under_ddp(demo):
     pytest.importorskip("wandb")
     parts = ["--trainer", "strategy/ddp", "--trainer", "logger/wandb"]

@@ -77,7 +77,9 @@ def test_a_step_that_is_left_out_leaves_nothing(name):
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("name", CALLBACKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "AttentionMonitor" else pytest.mark.slow) for name in CALLBACKS]
+)
 def test_a_compiled_model_gives_what_it_gives_watched_or_not(name):
     def call(module):
         torch._dynamo.reset()

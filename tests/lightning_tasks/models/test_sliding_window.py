@@ -136,7 +136,7 @@ def test_bad_scales_and_images():
         list(logit_bands(network, random_images(8, 8)[0], Windows(8, 8)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_large_image_stays_below_two_gib():
     """The tiny model, 150 classes, 2,048 x 1,024 pixels, all else at its default."""
     done = run_forked("tests.lightning_tasks.models.large_image")

@@ -74,6 +74,7 @@ def test_the_standard_table_of_a_classifier(images, capsys, monkeypatch):
     assert "robustness/fgsm/1_255/accuracy" in log
 
 
+@pytest.mark.slow
 def test_the_standard_table_of_a_language_model(tmp_path, capsys):
     recipe = twin(RECIPE, tmp_path)
     main(["fit", "--config", recipe])

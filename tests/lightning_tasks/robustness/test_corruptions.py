@@ -37,7 +37,9 @@ def test_the_names_are_the_library_s(library):
     assert list(EXTRA_CORRUPTIONS) == library.get_corruption_names("validation")
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "glass_blur" else ()) for name in EVERY]
+)
 def test_every_corruption_at_every_severity_is_reproducible(library, name):
     clean, previous = images(2), None
     for severity in range(1, 6):

@@ -34,7 +34,7 @@ def test_the_parts_of_a_name(text, parts):
     assert str(parts) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.one_of(
         st.text(), st.lists(st.sampled_from(PIECES)).map("/".join), st.lists(st.sampled_from(PIECES)).map("".join)
