@@ -127,14 +127,14 @@ def _group(
     q, k, v = chunks(q), chunks(k), chunks(v)
     c = None if a is None else chunks(a).cumsum(-2, dtype=_of_sums(q))
     gain = None if beta is None else chunks(beta.unsqueeze(-1))
-    made = q, k, gain, c, scale
+    made = q, k, gain, c
     pairs, *within = recomputed(_pairs, *made) if again else _pairs(*made)
     if c is None:
-        past, last, replaced, tail = q * scale, k, gain, None
+        past, last, replaced, tail = q, k, gain, None
     else:
         end = c[..., -1:, :]
         faded, rest, tail = (x.to(wide).exp() for x in (c, end - c, end.mT))
-        past, last, replaced = q * (faded * scale), k * rest, None if gain is None else gain * faded
+        past, last, replaced = q * faded, k * rest, None if gain is None else gain * faded
     if gain is None or replaced is None:
         u, added = v, last.mT @ v
         states = []
@@ -154,7 +154,8 @@ def _group(
             us.append(torch.baddbmm(new_i, read_i, flat, alpha=-1))
             flat = torch.baddbmm(flat if keep is None else flat * keep, turned_i, us[-1])
         state, u = flat.unflatten(0, (batch, heads)), torch.stack(us, 1).unflatten(0, (batch, heads))
-    out = past @ torch.stack(states, 2) + pairs @ u
+    here, past, before = (x.flatten(0, 2) for x in (pairs @ u, past, torch.stack(states, 2)))
+    out = torch.baddbmm(here, past, before, beta=scale, alpha=scale).unflatten(0, (batch, heads, count))
     return out.flatten(2, 3)[:, :, :number].to(out_type), state
 
 
@@ -163,8 +164,17 @@ def _of_sums(like: Tensor) -> torch.dtype:
     return like.dtype if like.device.type == "mps" else torch.float64
 
 
-def _pairs(q: Tensor, k: Tensor, gain: Tensor | None, c: Tensor | None, scale: float) -> tuple[Tensor, ...]:
-    """scale · Σ_d q_id k_jd e^{c_id - c_jd} where j <= i, else 0; and likewise of ``gain * k``, where j < i.
+def _differences(c: Tensor, dtype: torch.dtype) -> Tensor:
+    """c_i - c_j ``[..., C, C]``, of what is large and what is small in c, so that none is rounded: c may be float64."""
+    if c.dtype == dtype:
+        return c - c.mT
+    large = c.detach().to(dtype)
+    small = (c - large).to(dtype)
+    return (large - large.mT) + (small - small.mT)
+
+
+def _pairs(q: Tensor, k: Tensor, gain: Tensor | None, c: Tensor | None) -> tuple[Tensor, ...]:
+    """Σ_d q_id k_jd e^{c_id - c_jd} where j <= i, else 0; and likewise of ``gain * k``.
 
     Args:
         q, k: ``[..., C, d]``.
@@ -174,10 +184,10 @@ def _pairs(q: Tensor, k: Tensor, gain: Tensor | None, c: Tensor | None, scale: f
     size, wide = k.shape[-2], k.dtype
     if c is None or c.shape[-1] == 1:
         past = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
-        fade = past.to(wide) if c is None else (c - c.mT).to(wide).masked_fill(~past, float("-inf")).exp()
-        pairs = (q @ k.mT) * (fade * scale)
-        return (pairs,) if gain is None else (pairs, (k @ k.mT) * (fade.tril(-1) * gain))
-    rows = (q * scale).unsqueeze(-2) if gain is None else torch.stack([q * scale, gain * k], -2)  # [..., C, R, d]
+        fade = past.to(wide) if c is None else _differences(c, wide).masked_fill(~past, float("-inf")).exp()
+        pairs = (q @ k.mT) * fade
+        return (pairs,) if gain is None else (pairs, (k @ k.mT) * (fade * gain))
+    rows = q.unsqueeze(-2) if gain is None else torch.stack([q, gain * k], -2)  # [..., C, R, d]
     found = (rows * k.unsqueeze(-2)).sum(-1)[..., None, :, None]  # [..., C, 1, R, 1]: blocks of one token
     half = 1
     while half < size:  # a block is two half ones, and the second's rows with the first's keys, both from its last c
@@ -194,8 +204,7 @@ def _pairs(q: Tensor, k: Tensor, gain: Tensor | None, c: Tensor | None, scale: f
         first, second = found.unflatten(-4, (-1, 2)).unbind(-4)  # [..., blocks, half, R, half]
         found = torch.cat([F.pad(first, (0, half)), torch.cat([cross, second], -1)], -3)
         half *= 2
-    pairs, *within = found.squeeze(-4).unbind(-2)
-    return pairs, *(x.tril(-1) for x in within)
+    return found.squeeze(-4).unbind(-2)
 
 
 def _check(
