@@ -20,7 +20,7 @@ def test_a_language_model_that_is_made_linear_resumes_bitwise(tmp_path, lora):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = torch.randint(9, (2, 24, 6), generator=torch.Generator().manual_seed(4))
 
-    def run(steps, checkpoint=None):
+    def run(steps, checkpoint=None, lora=lora):
         torch.manual_seed(3)
         task = LanguageModelingTask(
             {"model_type": "llama", **sizes}, 9, "gated_delta", layers={"keep_every": 2}, chunk_size=None, lora=lora
@@ -45,6 +45,9 @@ def test_a_language_model_that_is_made_linear_resumes_bitwise(tmp_path, lora):
     resumed = run(6, tmp_path / "step=3.ckpt")
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
+    if lora is not None:
+        with pytest.warns(UserWarning, match=r"was trained with lora .*, and is used with .*'lora_alpha': 64"):
+            run(4, tmp_path / "step=3.ckpt", {**lora, "lora_alpha": 64})
     loaded = load_module(tmp_path / "step=6.ckpt", LanguageModelingTask)
     for (name, one), other in zip(whole.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, other), name
