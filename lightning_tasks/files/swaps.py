@@ -18,7 +18,7 @@ from lightning_tasks.training.kinds import check_kind
 Plan = dict[str, Any]
 SWAPPED = "swapped_attention"  # among the hyper-parameters that are logged
 PLAIN = ("softmax", "attention_modules.mechanisms.softmax.SoftmaxAttention")
-_ATTENTION = ("mechanism", "options", "layers", "other_attention")  # of the tasks
+_OF_TASKS = ("mechanism", "options", "layers", "other_attention", "lora")
 PLANS = "_attnswap_plans"  # on the LightningModule: plans carried out, with what they put where
 
 
@@ -38,7 +38,7 @@ def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str,
     saved, given = checkpoint.get("hyper_parameters") or {}, pl_module.hparams
     changed = [
         f"{key} {saved[key]!r}, and is used with {given[key]!r}"
-        for key in _ATTENTION
+        for key in _OF_TASKS
         if key in saved and key in given and (saved[key] or None) != (given[key] or None)
     ]
     if changed:

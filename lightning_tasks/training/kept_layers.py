@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from attention_modules.hosts import attention_layers
-from attention_modules.mechanisms.shared.options import check_integer, check_number
+from attention_modules.mechanisms.shared.options import LARGEST_NUMBER, check_integer, check_number
 from lightning_tasks.training.limits import check_layers
 
 Layers = list[int] | dict[str, Any] | None
@@ -43,8 +42,11 @@ def check_swapped_layers(layers: Any, mechanism: str) -> Any:
     if ranking is None:
         return {"keep_every": every}
     known = isinstance(ranking, Mapping)  # of a checkpoint
-    costs = {name: check_number(f"ranking[{name!r}]", cost) for name, cost in ranking.items()} if known else None
-    return {"keep_every": every, "ranking": read_ranking(Path(ranking), mechanism) if costs is None else costs}
+    if known:
+        return {"keep_every": every, "ranking": {n: check_number(f"ranking[{n!r}]", x) for n, x in ranking.items()}}
+    if not isinstance(ranking, (str, Path)):
+        raise ValueError(f"ranking must be the path of a drift.csv that attnswap drift wrote, got {ranking!r}")
+    return {"keep_every": every, "ranking": read_ranking(Path(ranking), mechanism)}
 
 
 def read_ranking(path: Path, mechanism: str) -> dict[str, float]:
@@ -60,13 +62,19 @@ def read_ranking(path: Path, mechanism: str) -> dict[str, float]:
             rows = list(csv.DictReader(file))
         if not rows or not set(rows[0]) >= _NEEDED:
             raise ValueError(f"it has no {', '.join(sorted(_NEEDED))}")
-        found = {row["layer"]: float(row["output_error"]) for row in rows if row["mechanism"] == mechanism}
+        found: dict[str, float] = {}
+        for row in rows:
+            if row["mechanism"] != mechanism:
+                continue
+            if row["layer"] in found:
+                raise ValueError(f"it has two rows of {mechanism!r} for layer {row['layer']!r}")
+            found[row["layer"]] = float(row["output_error"])
     except (ValueError, TypeError, csv.Error) as error:
         raise ValueError(f"ranking: {path} is no drift.csv of attnswap drift: {error}") from error
     if not found:
         known = ", ".join(sorted({str(row["mechanism"]) for row in rows}))
         raise ValueError(f"ranking: {path} has no rows of {mechanism!r}, but of {known}: rank it with attnswap drift")
-    return {layer: cost if math.isfinite(cost) else sys.float_info.max for layer, cost in found.items()}
+    return {layer: LARGEST_NUMBER if math.isnan(cost) else min(cost, LARGEST_NUMBER) for layer, cost in found.items()}
 
 
 def to_swap(names: Sequence[str], layers: Mapping[str, Any]) -> list[str]:

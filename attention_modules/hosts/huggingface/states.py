@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import State
-from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.base import Swapped, acting_mechanism
 from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.model.attached import attach, is_of_transformers
 from attention_modules.masks import visible
@@ -33,10 +33,11 @@ def state_layer(cache: Any, module: Any) -> Any:
 
     Raises:
         NotImplementedError: if it is of a kind that holds no state, or holds something else.
+        RuntimeError: if the last call ended in an error, after its tokens were counted.
     """
     cache = getattr(cache, "self_attention_cache", cache)
     layers, index = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
-    name = type(module.mechanism).__name__
+    name = _name(module)
     if layers is None or index is None:
         raise NotImplementedError(
             f"{name} keeps a state, for which {type(cache).__name__} has no place: pass use_cache=False"
@@ -50,8 +51,18 @@ def state_layer(cache: Any, module: Any) -> Any:
         raise NotImplementedError(
             f"this cache holds the state of {layer.of} in layer {index}, which now has {name}: start with an empty one"
         )
+    if layer.pending:
+        raise RuntimeError(
+            f"the last call with this cache ended in an error in layer {index}, after its tokens were counted: start "
+            "with an empty cache, or reset() this one"
+        )
     layer.of, layer.ready = name, True
     return layer
+
+
+def _name(module: Any) -> str:
+    """Of the mechanism's class, also where peft trains a copy of it."""
+    return type(acting_mechanism(module.mechanism) or module.mechanism).__name__
 
 
 @torch.compiler.disable
@@ -71,7 +82,7 @@ def _become_state(layer: Any, index: int, name: str) -> None:
         )
     layer.__class__ = _keeping_state(plain)
     layer.state, layer.of, layer.ready, layer.any_tokens = {}, None, False, False
-    layer.base, layer.recent, layer.stale, layer.hidden = {}, {}, False, None
+    layer.base, layer.recent, layer.stale, layer.hidden, layer.pending = {}, {}, False, None, False
     layer.record_past = getattr(layer, "record_past", False)
     if layer.is_initialized:  # by early_initialization
         layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
@@ -141,8 +152,10 @@ def mixed(
         state = dict(layer.state) if layer.any_tokens else {}
         out = call(given, state)
         layer.keep(state)
-        return out
-    return layer.recorded(module.mechanism, call, given)
+    else:
+        out = layer.recorded(module.mechanism, call, given)
+    layer.pending = False
+    return out
 
 
 def new_tokens(
@@ -155,7 +168,7 @@ def new_tokens(
     Raises:
         RuntimeError: if the mask does not hide the future alone, and the same earlier tokens as when they came.
     """
-    name, number = type(module.mechanism).__name__, q.shape[2]
+    name, number = _name(module), q.shape[2]
     if mask is None:
         if layer is not None and layer.hidden is not None:
             torch._assert_async((layer.hidden == 0).all(), _OTHER.format(name=name))
@@ -271,6 +284,7 @@ class _State:
             self.cumulative_length.add_(number)
         else:
             self.cumulative_length += number
+        self.pending = True
         return key_states, value_states
 
     def _check_window(self: Any, number: int) -> None:
@@ -287,7 +301,7 @@ class _State:
 
     def _become_plain(self: Any) -> None:
         self.__class__ = self.plain_class
-        for name in ("state", "of", "ready", "any_tokens", "base", "recent", "stale", "hidden"):
+        for name in ("state", "of", "ready", "any_tokens", "base", "recent", "stale", "hidden", "pending"):
             delattr(self, name)
         self.keys = self.values = None
         self.is_initialized = False
@@ -381,7 +395,8 @@ class _State:
             self.cumulative_length.zero_()
         if hasattr(self, "cumulative_length_int"):
             self.cumulative_length_int = 0
-        self.base, self.recent, self.stale, self.hidden, self.any_tokens, self.ready = {}, {}, False, None, False, False
+        self.base, self.recent, self.hidden = {}, {}, None
+        self.stale = self.any_tokens = self.ready = self.pending = False
 
     def reorder_cache(self: Any, rows: Tensor) -> None:
         self._each(lambda x: x.index_select(0, rows.to(x.device)))

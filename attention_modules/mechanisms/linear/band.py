@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from attention_modules.base import State
 from attention_modules.masks import require, tokens_of
+from attention_modules.mechanisms.linear.stateful import check_state
 from attention_modules.mechanisms.shared.chunks import refuse_free_length
 
 
@@ -21,6 +22,7 @@ class Band:
     its number among those of this call, from 0; earlier ones have -1, -2 and so on.
 
     Args:
+        name: of the mechanism, for messages.
         k: keys of the new tokens ``[B, H, N, d]``.
         v: their values.
         window: how many keys a row sees, itself among them.
@@ -28,10 +30,14 @@ class Band:
         tokens: which tokens are seen, boolean ``[B, N]``; all where None.
         starts: at which tokens a sequence begins, boolean ``[B, N]``; nowhere where None.
         state: of the earlier tokens; empty or None before the first.
+
+    Raises:
+        ValueError: if it is the state of something else.
     """
 
     def __init__(
         self,
+        name: str,
         k: Tensor,
         v: Tensor,
         window: int,
@@ -44,6 +50,16 @@ class Band:
         refuse_free_length(self.tokens)
         tokens, starts = (tokens, starts) if self.tokens else (None, None)
         self.window, self.sinks = window, sinks
+        if state:
+            kinds = {"": window, "first_": sinks} if sinks else {"": window}
+            shapes = {
+                f"{kind}{of}": (*x.shape[:2], size, x.shape[-1])
+                for kind, size in kinds.items()
+                for of, x in (("keys", k), ("values", v))
+            }
+            check_state(name, state, {"count": (self.batch,), **shapes})
+        if tokens is not None:  # 0 times what is no number is none
+            k, v = (x.masked_fill(~tokens[:, None, :, None], 0.0) for x in (k, v))
         # Where nothing was before, a window wider than the sequence is as wide as that.
         kept = window if state else 0
         self.reach = min(window, kept + self.tokens)
@@ -130,7 +146,8 @@ class Band:
 
     def whole(self, out: Tensor) -> Tensor:
         """The rows of blocks ``[B * n, H, L, d]`` as ``[B, H, N, d]``."""
-        return out.unflatten(0, (self.batch, -1)).transpose(1, 2).flatten(2, 3)[:, :, : self.tokens]
+        number = -(-self.tokens // min(self.reach, self.tokens))
+        return out.unflatten(0, (self.batch, number)).transpose(1, 2).flatten(2, 3)[:, :, : self.tokens]
 
     def leaving(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of each row the key and the value that its window has just left, and whether there is one.

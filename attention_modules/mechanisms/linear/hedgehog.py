@@ -14,7 +14,7 @@ from attention_modules.kernels import without_autocast
 from attention_modules.mechanism import AttentionSpec, register_mechanism
 from attention_modules.mechanisms.linear.band import Band, past_tokens
 from attention_modules.mechanisms.linear.operator import linear_operator
-from attention_modules.mechanisms.linear.stateful import S, StatefulMechanism, dropped, mix_by_features, of_state
+from attention_modules.mechanisms.linear.stateful import S, StatefulMechanism, dropped, mix_by_features, state_of
 from attention_modules.mechanisms.shared.options import check_choice, check_integer, check_number
 from attention_modules.precision import scaled_logits
 
@@ -94,9 +94,10 @@ def hedgehog_attention(
         shown = None if alpha is None else tuple(alpha.shape)
         raise ValueError(f"alpha must be [H] = ({q.shape[1]},) where there is a window, got {shown}")
     tokens = past_tokens("hedgehog", attn_mask, is_causal, q, k)
-    before, band = of_state("hedgehog", state), Band(k, dropped(v, dropout_p), window, 0, tokens, starts, state)
+    band = Band("hedgehog", k, dropped(v, dropout_p), window, 0, tokens, starts, state)
     left, values, gone = band.leaving()
     query, key = hedgehog_features(q, q_weight, factor), hedgehog_features(left, k_weight)
+    before = state_of("hedgehog", state, query, v.shape[-1] + 1)
     given = {"scale": 1.0, "tokens": gone[:, None], "starts": starts, "initial_state": before}
     far, last = linear_operator(query, key, F.pad(values.to(key.dtype), (0, 1), value=1.0), **given)  # type: ignore[arg-type]
     both = far + _near(q, band, alpha, scale)

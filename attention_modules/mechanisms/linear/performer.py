@@ -13,7 +13,7 @@ from attention_modules.base import State
 from attention_modules.kernels import without_autocast
 from attention_modules.masks import tokens_of
 from attention_modules.mechanism import AttentionSpec, register_mechanism
-from attention_modules.mechanisms.linear.stateful import StatefulMechanism, mix_by_features
+from attention_modules.mechanisms.linear.stateful import StatefulMechanism, check_state, mix_by_features
 from attention_modules.mechanisms.shared.options import check_integer
 
 LEAST = 1e-4  # added to the query's features, as in the released code
@@ -82,6 +82,8 @@ def performer_attention(
             of_key = of_key.masked_fill(~tokens[..., None], LOWEST)
         top, fade = of_key.detach().amax(-1), None  # [B, H, N]; without a gradient, as it cancels
         if causal or q.shape[-2] == 1:
+            if state:
+                check_state("performer", state, {TOP: tuple(top.shape[:2])})
             before = state[TOP].to(wide) if state else top.new_full(top.shape[:2], LOWEST)
             tops = running_max(torch.cat([before[..., None], top], -1), starts)
             top, fade = tops[..., 1:], (tops[..., :-1] - tops[..., 1:]).clamp(max=0.0)  # a start may be lower

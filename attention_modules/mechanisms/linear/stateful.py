@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -64,7 +64,7 @@ def mix_by_state(
         dropped(v, dropout_p),
         log_decay,
         beta,
-        initial_state=of_state(name, state),
+        initial_state=state_of(name, state, q, v.shape[-1]),
         scale=scale,
         tokens=tokens,
         starts=starts,
@@ -101,7 +101,14 @@ def mix_by_features(
     with without_autocast(q.device):
         if is_causal or q.shape[-2] == 1:
             mixed, last = linear_operator(
-                q, k, values, log_decay, initial_state=of_state(name, state), scale=1.0, tokens=tokens, starts=starts
+                q,
+                k,
+                values,
+                log_decay,
+                initial_state=state_of(name, state, q, values.shape[-1]),
+                scale=1.0,
+                tokens=tokens,
+                starts=starts,
             )
             if state is not None:
                 state[S] = last
@@ -114,17 +121,34 @@ def mix_by_features(
         return (mixed[..., :-1] / (mixed[..., -1:] + eps)).to(v.dtype)
 
 
-def of_state(name: str, state: State | None) -> Tensor | None:
-    """The tensor of a state; None before the first token.
+def state_of(name: str, state: State | None, q: Tensor, width: int) -> Tensor | None:
+    """The tensor ``[B, H, d, width]`` of a state for queries ``[B, H, N, d]``; None before the first token.
 
     Raises:
         ValueError: if it is the state of something else.
     """
     if not state:
         return None
-    if S not in state:
-        raise ValueError(f"{name} attention has a state {{{S!r}: [B, H, d, d']}}, got one of {', '.join(state)}")
+    check_state(name, state, {S: (*q.shape[:2], q.shape[-1], width)})
     return state[S]
+
+
+def check_state(name: str, state: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a state has what a mechanism keeps: floating tensors, but for counts, which have one dimension.
+
+    Raises:
+        ValueError: if it is the state of something else, as of another batch.
+    """
+    for of, shape in shapes.items():
+        held = state.get(of)
+        # Tuples of another length are compared element by element, which would bind free sizes of a program.
+        fits = isinstance(held, Tensor) and held.dim() == len(shape) and tuple(held.shape) == shape
+        if not fits or held.is_floating_point() == (len(shape) == 1):  # type: ignore[union-attr]
+            shown = f"{tuple(held.shape)} of {held.dtype}" if isinstance(held, Tensor) else repr(held)
+            raise ValueError(
+                f"{name} attention continues from a state whose {of!r} is {shape}, and this one's is {shown}: it is of "
+                "another batch or layer; start with an empty state"
+            )
 
 
 def refuse_state(name: str, state: State | None, starts: Tensor | None) -> None:
@@ -206,7 +230,7 @@ class StatefulMechanism(AttentionMechanism):
             starts: before which tokens the state is emptied, boolean ``[B, N]``.
         """
         given: dict[str, Any] = {"attn_mask": attn_mask, "is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
-        return self.finished(self.mixed(q, k, v, x=x, state=state, starts=starts, **given), x)
+        return self.finished(self.mixed(q, k, v, x=x, state=state, starts=starts, **given), x).to(v.dtype)
 
     def mixed(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **given: Any) -> Tensor:
         """The same before what becomes of the output."""
@@ -246,14 +270,18 @@ class NormedMechanism(StatefulMechanism):
     def extra_repr(self) -> str:
         return f"output={self.output!r}"
 
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor, *, x: Tensor | None = None, **given: Any) -> Tensor:
+        if self.output != "plain":  # a sum over tokens may be more than float16 holds before it is normalized
+            v = v.to(torch.promote_types(v.dtype, torch.float32))
+        return super().mixed(q, k, v, x=x, **given)
+
     def finished(self, out: Tensor, x: Tensor | None) -> Tensor:
         if self.output == "plain":
             return out
-        wide = torch.promote_types(out.dtype, torch.float32)
-        normed = F.rms_norm(out.to(wide), out.shape[-1:], None, self.eps) * self.gain.to(wide)
+        normed = F.rms_norm(out, out.shape[-1:], None, self.eps) * self.gain.to(out.dtype)
         if self.output == "gated":
             normed = normed * self.activation(of_each_head(self.gate(self.needed("x", x)), out.shape[1]))
-        return normed.to(out.dtype)
+        return normed
 
     def activation(self, gate: Tensor) -> Tensor:
         """Of the output's gate."""

@@ -64,7 +64,7 @@ def window_attention(
     check_sizes(window, sinks)
     check_dropout(dropout_p)
     tokens = past_tokens("window", attn_mask, is_causal, q, k)
-    band = Band(k, v, window, sinks, tokens, starts, state)
+    band = Band("window", k, v, window, sinks, tokens, starts, state)
     whole = q.shape[2] == 0 or (band.plain and not state and q.shape[2] <= window)
     if state is not None:
         band.write(state)

@@ -31,6 +31,7 @@ def ranking(tmp_path):
 
 def kept(names, every, ranking=None):
     layers = check_swapped_layers({"keep_every": every, "ranking": ranking}, "rpc")
+    assert check_swapped_layers(layers, "rpc") == layers  # as a checkpoint brings them
     swapped = to_swap(names, layers)
     return [name for name in names if name not in swapped]
 
@@ -61,6 +62,7 @@ def test_a_ranking_says_which(tmp_path):
             2,
             "is no drift.csv of attnswap drift: could not convert .*many",
         ),
+        (TABLE + "rpc,0,1\nrpc,0,2\n", 2, "is no drift.csv of attnswap drift: it has two rows of 'rpc' for layer '0'"),
         (TABLE + "rpc,0\n", 2, "is no drift.csv of attnswap drift"),
         (TABLE + "rpc,0,\0\n", 2, "is no drift.csv of attnswap drift"),
         ("\udcff", 2, "is no drift.csv of attnswap drift"),
@@ -93,6 +95,7 @@ def test_a_fit_swaps_the_others_and_its_checkpoint_knows_them(tmp_path, ranking)
         ({"keep_every": 2, "where": "*"}, "layers must be integers, None for all, or a mapping such as"),
         ({"keep_every": 1}, "keep_every must be an integer of at least 2, got 1"),
         ({"keep_every": 2, "ranking": "nowhere.csv"}, "ranking: nowhere.csv is no file; give the drift.csv"),
+        ({"keep_every": 2, "ranking": 3}, "ranking must be the path of a drift.csv that attnswap drift wrote, got 3"),
         ({"keep_every": 2, "ranking": {"0": float("nan")}}, r"ranking\['0'\] must be"),
     ],
 )

@@ -252,6 +252,26 @@ def test_masks_that_a_state_cannot_honor_are_refused():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_cache_is_not_continued_after_an_error(cache):
+    """Its tokens were counted: those that follow would have other positions."""
+    model = swapped("gated_delta")
+    past = model(TOKENS[:, :6], past_key_values=CACHES[cache](model)).past_key_values
+    with pytest.raises(RuntimeError, match=r"takes masks that hide the future|this mask hides others of them"):
+        model(TOKENS[:, 6:8], attention_mask=MASK[:, :8], past_key_values=past)
+    for again in (copy.deepcopy(past), past):
+        with pytest.raises(
+            RuntimeError, match=r"ended in an error in layer 0, .*: start with an empty cache, or reset"
+        ):
+            model(TOKENS[:, 6:], past_key_values=again)
+    past.reset()
+    whole = model(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(model(TOKENS, past_key_values=past).logits, whole, atol=EXACT, rtol=EXACT)
+    with pytest.raises(ValueError, match=r"whose 'S' is \(1, 4, 8, 8\), and this one's is \(2, 4, 8, 8\)"):
+        model(TOKENS[:1, :1], past_key_values=past)
+
+
+@torch.no_grad()
 def test_caches_of_other_layers_are_refused():
     model = llama()
     kept = model(TOKENS, past_key_values=DynamicCache()).past_key_values

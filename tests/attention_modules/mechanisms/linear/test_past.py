@@ -89,6 +89,30 @@ def test_every_split_equals_the_rows_one_by_one(form, masked, packed):
 
 
 @each_row("form", FORMS)
+@pytest.mark.parametrize("hidden", [torch.nan, torch.inf])
+def test_what_a_hidden_token_holds_changes_nothing(form, hidden):
+    name, _, options = FORMS[form]
+    function, given = getattr(found, f"{name}_attention"), _given(form)
+    seen = torch.rand(2, 1, 1, 23, generator=torch.Generator().manual_seed(7)) > 0.4
+    poisoned = {n: x.masked_fill(~seen.mT, hidden) if n in "qkv" else x for n, x in given.items()}
+
+    def parts(inputs: dict[str, Tensor]) -> Tensor:
+        outs, state = [], {}
+        for here in (slice(9), slice(9, 10), slice(10, 23)):
+            part = {n: x[:, :, here] if n in "qkv" else x for n, x in inputs.items()}
+            outs.append(function(**part, **options, attn_mask=seen[..., here], is_causal=True, state=state))
+        return torch.cat(outs, 2)[seen[:, :, 0].expand(2, 3, 23)]
+
+    assert torch.equal(parts(poisoned), parts(given))
+
+
+def test_no_sample_is_no_error():
+    for form, (name, _, options) in FORMS.items():
+        given = {n: x[:0] if n in "qkv" else x for n, x in _given(form).items()}
+        assert getattr(found, f"{name}_attention")(**given, **options, is_causal=True).shape == (0, *SHAPE[1:])
+
+
+@each_row("form", FORMS)
 def test_nothing_that_is_kept_grows_faster_than_the_tokens(form):
     name, _, options = FORMS[form]
     module = build_mechanism(name, AttentionSpec(8, 2, 4), **options)

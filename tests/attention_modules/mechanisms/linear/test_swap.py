@@ -14,6 +14,7 @@ from attention_modules import (
 from attention_modules.naive import naive_recurrence
 from attnswap import attention_maps
 from tests.attention_modules.compare import random_heads
+from tests.rows import each_row, pairwise
 
 ALWAYS = ("gla", "delta", "gated_delta", "kda")
 
@@ -84,11 +85,36 @@ def test_a_state_needs_causality(name):
         mechanism(**random_heads(), state={})
 
 
-def test_a_state_of_another_shape_or_kind_is_refused_by_name():
-    mechanism = build_mechanism("linear", AttentionSpec(24, 3, 8)).double()
-    for state, message in (
-        ({"S": torch.zeros(2, 3, 8, 8)}, "initial_state must be"),
-        ({"z": torch.zeros(1)}, "has a state"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mechanism(**random_heads(), is_causal=True, state=state)
+@each_row(
+    ("name", "change"),
+    [
+        ("linear", {"S": lambda x: x[..., 1:]}),
+        ("gla", {"S": lambda x: x[:1]}),
+        ("retention", {"S": lambda x: x.long()}),
+        ("performer", {"top": lambda x: x[:1]}),
+        ("performer", {"top": lambda x: None}),
+        ("hedgehog", {"S": lambda x: x[:, :1]}),
+        ("window", {"keys": lambda x: x[:, :, 1:]}),
+        ("window", {"values": lambda x: x[:1]}),
+        ("window", {"first_keys": lambda x: None}),
+        ("window", {"count": lambda x: x.float()}),
+    ],
+)
+def test_a_state_of_another_batch_or_kind_is_refused_by_name(name, change):
+    mechanism, state = build_mechanism(name, AttentionSpec(24, 3, 8)), {}
+    given = {of: x.float() for of, x in random_heads(shape=(2, 3, 7, 8)).items()}
+    mechanism(**given, x=torch.randn(2, 7, 24), is_causal=True, state=state)
+    ((of, changed),) = change.items()
+    with pytest.raises(ValueError, match=rf"{name} attention continues from a state whose '{of}' is \("):
+        mechanism(**given, x=torch.randn(2, 7, 24), is_causal=True, state=state | {of: changed(state[of])})
+
+
+@each_row(("name", "output"), pairwise(("retention", "gla", "delta", "gated_delta", "kda"), ("norm", "gated")))
+def test_what_float16_cannot_hold_is_normalized_before_it_is_rounded(name, output):
+    mechanism = build_mechanism(name, AttentionSpec(24, 3, 8), output=output).half()
+    q, k, v = (200 * torch.randn(3, 1, 3, 100, 8, generator=torch.Generator().manual_seed(0))).half()
+    x = torch.randn(1, 100, 24, generator=torch.Generator().manual_seed(1)).half()
+    found = mechanism(q, k, v, x=x, is_causal=True)
+    exact = mechanism.double()(q.double(), k.double(), v.double(), x=x.double(), is_causal=True)
+    assert found.dtype == torch.float16
+    assert (found.double() - exact).norm() <= 1e-3 * exact.norm()

@@ -20,7 +20,7 @@ def test_a_language_model_that_is_made_linear_resumes_bitwise(tmp_path, lora):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     tokens = torch.randint(9, (2, 24, 6), generator=torch.Generator().manual_seed(4))
 
-    def run(steps, checkpoint=None):
+    def run(steps, checkpoint=None, lora=lora):
         torch.manual_seed(3)
         task = LanguageModelingTask(
             {"model_type": "llama", **sizes}, 9, "gated_delta", layers={"keep_every": 2}, chunk_size=None, lora=lora
@@ -45,6 +45,9 @@ def test_a_language_model_that_is_made_linear_resumes_bitwise(tmp_path, lora):
     resumed = run(6, tmp_path / "step=3.ckpt")
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other), name
+    if lora is not None:
+        with pytest.warns(UserWarning, match=r"was trained with lora .*, and is used with .*'lora_alpha': 64"):
+            run(4, tmp_path / "step=3.ckpt", {**lora, "lora_alpha": 64})
     loaded = load_module(tmp_path / "step=6.ckpt", LanguageModelingTask)
     for (name, one), other in zip(whole.named_parameters(), loaded.parameters(), strict=True):
         assert torch.equal(one, other), name
@@ -74,8 +77,19 @@ def test_with_lora_adapters_and_mechanisms_train_and_become_an_ordinary_model():
         ({"rank": 8}, "lora must be a mapping with any of r, lora_alpha"),
         ({"megatron_core": "os"}, "lora must be a mapping with any of r, lora_alpha"),
         (8, "lora must be a mapping with any of r, lora_alpha"),
-        ({"r": 0}, "peft refuses it for LlamaForCausalLM"),
-        ({"target_modules": ["query"]}, "peft refuses it for LlamaForCausalLM"),
+        ({"r": 0}, "r must be an integer of at least 1, got 0"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a finite number above 0, got nan"),
+        ({"lora_alpha": 0}, "lora_alpha must be a finite number above 0, got 0"),
+        ({"lora_dropout": -0.1}, "lora_dropout must be a finite number of at least 0 and at most 1, got -0.1"),
+        ({"use_rslora": "no"}, "use_rslora must be True or False, got 'no'"),
+        ({"bias": "some"}, "bias must be one of 'none', 'all', 'lora_only', got 'some'"),
+        ({"target_modules": "("}, r"target_modules must be a list of names such as \['q_proj', 'v_proj'\], got '\('"),
+        (
+            {"target_modules": ["q_proj", "query"]},
+            "target_modules names 'query', and LlamaForCausalLM has no such layer",
+        ),
+        ({"target_modules": ["norm"]}, "peft refuses it for LlamaForCausalLM"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [9]}, "peft refuses it for LlamaForCausalLM"),
     ],
 )
 def test_other_options_of_lora_are_refused(lora, said):
