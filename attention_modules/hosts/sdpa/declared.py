@@ -49,7 +49,7 @@ def declare_host(
     Args:
         kind: the class, or its import path; its subclasses are of it.
         heads: attribute that holds the number of heads, such as ``"n_head"`` or ``"config.n_head"``, or the number.
-        qkv: name of the linear layer of queries, keys and values, in this order, and of nothing else: as ``[q | k | v]``, or
+        qkv: name of the linear layer of queries, keys and values, in this order, and nothing else: ``[q | k | v]``, or
             head by head.
         q, k, v: names of the three, where they are apart; each may project another input.
         kv: of keys and values together, beside ``q``.
