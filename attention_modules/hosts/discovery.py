@@ -373,7 +373,10 @@ def _nothing_known(found: Survey) -> str:
 
 
 def _reasons(found: Survey) -> str:
-    reasons = "; ".join(f"{other.name or 'the model'} ({other.kind}): {other.reason}" for other in found.others[:5])
+    names: dict[tuple[str, str], list[str]] = {}
+    for other in found.others:
+        names.setdefault((other.kind, other.reason), []).append(other.name or "the model")
+    reasons = "; ".join(f"{_listed(of)} ({kind}): {reason}" for (kind, reason), of in [*names.items()][:5])
     return f"no host (docs/hosts.md) knows the model's attention layers: {reasons}"
 
 

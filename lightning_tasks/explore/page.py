@@ -177,6 +177,7 @@ def _render(data: dict[str, Any], blobs: Sequence[Sequence[str]], made_by: str, 
     ran = this_environment()
     return environment.get_template("page.html.j2").render(
         models=data["models"],
+        patches=bool(data["grids"]),
         blobs=[[Markup(blob) for blob in of_model] for of_model in blobs],
         data=Markup(json.dumps(data, allow_nan=False).translate(_ESCAPED)),
         script=Markup(script),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isinf
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
@@ -16,7 +17,7 @@ from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
-from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
+from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
 from attention_modules.hosts.sdpa.record import Call, Seam, Source, known, tried
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
@@ -48,7 +49,8 @@ def declare_host(
     Args:
         kind: the class, or its import path; its subclasses are of it.
         heads: attribute that holds the number of heads, such as ``"n_head"`` or ``"config.n_head"``, or the number.
-        qkv: name of the linear layer of queries, keys and values together: as ``[q | k | v]``, or head by head.
+        qkv: name of the linear layer of queries, keys and values, in this order, and nothing else: ``[q | k | v]``, or
+            head by head.
         q, k, v: names of the three, where they are apart; each may project another input.
         kv: of keys and values together, beside ``q``.
         out: of the output projection, for :func:`attnswap.analysis.layer_lipschitz_bound`.
@@ -102,6 +104,10 @@ class _Fit:
     source: Source
     apart: float
     lengths: float  # of their vectors, which rotary positions keep
+
+    @property
+    def told(self) -> str:
+        return "has another shape" if isinf(self.apart) else f"differs by {self.apart:.2g} of its largest entry"
 
 
 class JointWithoutQuery(WithoutQuery):
@@ -187,12 +193,13 @@ class DeclaredHost(SDPAHost):
             if not closest or v.apart < closest[2].apart:
                 closest = fits
         paths = ", ".join(path for path, _ in self.parts)
-        shown = ", ".join(f"{letter} by {fit.apart:.2g}" for letter, fit in zip("qkv", closest, strict=True))
+        shown = ", ".join(f"{letter} {fit.told}" for letter, fit in zip("qkv", closest, strict=True))
         raise AttentionSwapError(
             f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not "
-            f"what scaled_dot_product_attention got ({shown}, of the largest entry); name its projections, its number "
-            "of heads (kv_heads= where keys have fewer), and query_norm= where it normalizes queries; a joint one "
-            "must lie as [q | k | v] or head by head"
+            f"what scaled_dot_product_attention got ({shown}); name its projections, its number of heads (kv_heads= "
+            "where keys have fewer), and query_norm= where it normalizes queries; a joint one holds q, k and v in this "
+            "order, each in one piece or head by head, and nothing else, such as a gate (for any other there is "
+            "attnswap.register_host)"
         )
 
     def _fit(self, layer: nn.Module, call: Call, letter: str, widths: Widths, by_head: bool) -> _Fit:
@@ -334,6 +341,8 @@ class DeclaredHost(SDPAHost):
 
 def _no_call(layer: nn.Module) -> str:
     """Why there is no call to check a declaration by."""
+    if (reason := other_kernel(layer, calls_of(layer))) is not None:
+        return reason
     if known().calls:
         return "it made no call of scaled_dot_product_attention for this example, nor alone"
     return (

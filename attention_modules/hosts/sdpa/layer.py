@@ -288,7 +288,7 @@ class SDPAHost(Host):
                 f"its forward calls scaled_dot_product_attention beside its part {parts[0]!r}, which does too, and a "
                 "mechanism stands for one call: have a part of its own call it"
             )
-        return _other_kernel(module, found)
+        return other_kernel(module, found)
 
     def seam(self, layer: nn.Module) -> Seam:
         """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
@@ -383,7 +383,7 @@ class SDPAHost(Host):
         del layer.seam
 
 
-def _other_kernel(module: nn.Module, found: Calls) -> str | None:
+def other_kernel(module: nn.Module, found: Calls) -> str | None:
     """Why a module that computes attention by other means takes no mechanism, if it is one."""
     if found.sites:
         return None

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 from pathlib import Path
 from statistics import mean
 
@@ -95,15 +96,23 @@ def status(cells: Sequence[Cell]) -> str:
         if cell in finished:
             state = "diverged" if cell.result().get("stopped") else "finished"
         else:
-            state = f"run by {running[cell]}" if cell in running else "waiting"
+            state = f"run by {running[cell]}" if cell in running else _waits(cell)
         lines.append(f"{cell.label}: {state}" + (f" ({cell.processes} processes)" if cell.processes > 1 else ""))
     done, share = len(finished), len(finished) / max(1, len(cells))
     bar = "#" * round(20 * share) + "." * (20 - round(20 * share))
     text = f"[{bar}] {done} of {len(cells)} cells finished, {len(running)} run"
     if finished and done < len(cells):
         seconds = mean(float(cell.result().get("seconds", 0.0)) for cell in finished)
-        text += f"; about {(len(cells) - done) * seconds / max(1, len(running)) / 60:.0f} minutes at this pace"
+        minutes = ceil((len(cells) - done) * seconds / max(1, len(running)) / 60)
+        text += f"; about {minutes} minute{'s' * (minutes != 1)} at this pace"
     return "\n".join([*lines, text])
+
+
+def _waits(cell: Cell) -> str:
+    """That a cell waits; and what was there of it before, if anything was."""
+    if changed := cell.changed():
+        return f"waiting to be run again, as it has changed since it had finished: {', '.join(changed)}"
+    return f"waiting; it was begun before: {cell.log}" if cell.log.is_file() else "waiting"
 
 
 def find_cell(cells: Sequence[Cell], variant: str, seed: int) -> Cell:

@@ -104,18 +104,78 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   queries after the projection. In YAML: `SwapAttention`
   with `declare: [{kind: my.module.MyAttention, qkv: c_attn, heads: n_head}]`. To load a checkpoint of such a swap,
   declare the class first.
-- *It is checked before a swap*: the projections must give what the call got; else an error shows the differences. So
-  nothing needs to be said of layouts and inputs. The check finds whether a layer is given `[B, N, C]` or `[N, B, C]`,
-  and which of its inputs each projection reads. A layer of one or two sequences is tried alone; one that takes more
-  needs `example=`, or `example_input_array`.
+- *It is checked before a swap*: the projections must give what the call got; else an error shows the differences. The
+  check finds whether a layer is given `[B, N, C]` or `[N, B, C]`, and which of its inputs each projection reads. A
+  layer of one or two sequences is tried alone; one that takes more needs `example=`, or `example_input_array`.
+- *A joint projection* holds queries, keys and values in this order, and nothing else. The check finds whether each lies
+  in one piece or head by head. Where keys come first, or a gate is in it too, the class cannot be declared: a mechanism
+  with a query goes in undeclared, and [`register_host`](#a-host-of-your-own) serves for one without.
 - *Cross-attention*, whose keys and values are of another input, is declared alike. It is swapped only where a pattern
   of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
   `attention_maps(model, inputs, layers="cross")` shows it. A layer that attends to itself when it is swapped, and is
   given other keys later, raises an error where such a mechanism acts. A query that is a Parameter cannot be declared.
 - *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
-  calls flash-attn, xformers or FlexAttention, two calls in one forward. For those there is
-  {py:func}`attnswap.register_host`: a host in a dozen lines of your own.
+  calls flash-attn, xformers or FlexAttention, two calls in one forward. For those, and for other joint projections,
+  there is {py:func}`attnswap.register_host`.
+
+### A host of your own
+
+This layer writes its softmax itself, and its joint projection holds values, keys and queries in an order of its own:
+
+```python
+import attnswap
+import torch
+from attnswap.hosts import AttentionSpec, Host, Rows, Swapped
+from torch import nn
+
+
+class Mixer(nn.Module):
+    def __init__(self, width=32, heads=4):
+        super().__init__()
+        self.width, self.heads, self.vkq = width, heads, nn.Linear(width, 3 * width)
+
+    def split(self, x):
+        return (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.vkq(x).chunk(3, 2))
+
+    def forward(self, x):
+        v, k, q = self.split(x)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class SwappedMixer(Swapped):  # its forward where a mechanism acts
+    def forward(self, x):
+        v, k, q = self.split(x)
+        return self.mix(q, k, v, x).transpose(1, 2).flatten(2)  # attn_mask= and is_causal= where the layer has them
+
+
+class MixerHost(Host):
+    name, mixin = "Mixer", SwappedMixer
+
+    def understands(self, module):
+        return type(module) is Mixer
+
+    def spec(self, layer, layer_index):
+        return AttentionSpec(layer.width, layer.heads, layer.width // layer.heads, layer_index=layer_index)
+
+    def query_parts(self, layer):
+        return ()  # the query's rows stay where they are
+
+    def qk_rows(self, layer):  # for spectra and LocAteR
+        return Rows(layer.vkq, 2 * layer.width, 3 * layer.width), Rows(layer.vkq, layer.width, 2 * layer.width)
+
+
+attnswap.register_host(MixerHost())
+model = nn.Sequential(Mixer())
+attnswap.swap_attention(model, "rpc", iterations=2)
+print(attnswap.attention_maps(model, torch.randn(2, 9, 32))["0"].shape)  # torch.Size([2, 4, 9, 9])
+```
+
+With `query_parts` empty, the query's rows stay in the layer under a mechanism without a query, and nothing trains them.
+Rows that come first in the projection, or first for each head, can be taken out: name them by `QueryPart`, and have
+the swapped forward split what is left. Grouped keys are said by `groups`, and repeated before `mix`. A host is for
+exactly its class: for a class that calls `F.scaled_dot_product_attention` it comes before the general one.
 
 [hosts_sdpa.csv](hosts_sdpa.csv) has a row for each of {models} tiny models of {packages} packages: softmax put in for
 softmax changes no output and no gradient by more than 1e-6 in {equal} of them, `sink` changes them, and they are

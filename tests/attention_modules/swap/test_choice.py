@@ -101,7 +101,7 @@ def test_bad_options_change_nothing() -> None:
             nn.Linear(2, 2),
             "the model has no attention layer of a known host .*scaled_dot_product_attention.*register_host",
         ),
-        (nn.Sequential(WindowAttention()), r"0 \(WindowAttention\): no host .*WindowAttention.*register_host"),
+        (nn.Sequential(WindowAttention()), r"'0' \(WindowAttention\): no host .*WindowAttention.*register_host"),
         (nn.Sequential(OwnForward(DIM, HEADS)), "unsupported subclass: OwnForward .* forward of its own"),
     ],
 )

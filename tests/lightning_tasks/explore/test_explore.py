@@ -51,6 +51,7 @@ def test_values_are_those_of_attention_maps(models, images):
     data = data_of(page.html)
     assert [model["name"] for model in data["models"]] == ["softmax", "symmetric"]
     assert data["grids"] == {"17": [1, 4, 4]}
+    assert "Patches are named" in page.html
     for number, model in enumerate(models.values()):
         wanted, rolled = attention_maps(model, images), attention_maps(model, images, rollout=True)
         for sample in range(2):
@@ -146,6 +147,7 @@ def test_maps_that_are_not_finite_and_negative_ones(images):
 def test_names_of_anybody_stay_text():
     model = nn.TransformerEncoderLayer(16, 2, batch_first=True).eval()
     page = explore({HOSTILE: model}, torch.randn(1, 2, 16), tokens=[[HOSTILE, "b"]])
+    assert "Patches are named" not in page.html
     assert data_of(page.html)["inputs"][0]["tokens"] == [HOSTILE, "b"]
     assert "<img" not in page.html
     assert "\u2028" not in page.html.partition('id="data"')[2]

@@ -428,6 +428,12 @@ def test_what_does_not_fit_is_refused_by_name(kind: Any, text: str) -> None:
     assert [type(module) for module in model.modules()] == classes
 
 
+def test_a_reason_is_given_once() -> None:
+    with pytest.raises(AttentionSwapError, match=r"'0', '1' \(Handwritten\): it writes") as refusal:
+        swap_attention(nn.Sequential(Handwritten(), Handwritten()), "softmax")
+    assert str(refusal.value).count("it writes its softmax itself") == 1
+
+
 @pytest.mark.parametrize("kind", [Twice, Looped])
 def test_an_example_counts_the_calls(kind: type[nn.Module]) -> None:
     with pytest.raises(AttentionSwapError, match="calls scaled_dot_product_attention 2 times"):

@@ -105,7 +105,8 @@ def _short(error: str) -> str:
     unknown = "no host (docs/hosts.md) knows the model's attention layers: "
     if error.startswith(unknown):
         error = error.removeprefix(unknown).partition(". Make a layer")[0]
-        return "; ".join(dict.fromkeys(re.sub(r"^\S+ \((\w+)\)", r"\1", reason) for reason in error.split("; ")))
+        names = re.compile(r"^'.*?' (?:and \d+ more )?\((\w+)\)")
+        return "; ".join(dict.fromkeys(names.sub(r"\1", reason) for reason in error.split("; ")))
     return re.sub(r"^cannot swap '[^']*': | \(\d+ and \d+\)", "", error).partition("; ")[0]
 
 

@@ -46,6 +46,30 @@ def test_cells_by_commands_give_the_tables_of_one_command(comparison, tmp_path, 
     assert not [path for path in (parts / "leases").rglob("*") if path.is_file()]
 
 
+def test_status_tells_what_was_there_of_a_cell(comparison, tmp_path, capsys):
+    """A cell that nobody runs any more; then one that finished by other code."""
+    output = tmp_path / "out"
+    command = plan(comparison, output, capsys)[0]
+    log = output / "cells" / "slow" / "seed_0" / "log.txt"
+    log.parent.mkdir(parents=True)
+    log.touch()
+    main(["compare", str(output), "--status"])
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"slow seed 0: waiting; it was begun before: {log}",
+        "fast 1e-1 seed 0: waiting",
+    ]
+    assert run(command) == 0
+    capsys.readouterr()
+    result = log.with_name("result.json")
+    given = json.loads(result.read_text())
+    name = next(iter(given["sources"]))
+    given["sources"][name] = "0" * 64
+    result.write_text(json.dumps(given))
+    main(["compare", str(output), "--status"])
+    said = capsys.readouterr().out
+    assert said.startswith("slow seed 0: waiting to be run again, as it has changed since it had finished: ")
+
+
 def test_a_cell_that_another_machine_runs_is_left_to_it(comparison, tmp_path, capsys):
     output = tmp_path / "out"
     commands = plan(comparison, output, capsys)
