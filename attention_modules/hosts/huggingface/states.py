@@ -62,6 +62,11 @@ def _become_state(layer: Any, index: int, name: str) -> None:
             f"{name} keeps a state, for which a {plain.__name__} has no place: take a DynamicCache or a StaticCache, "
             "or pass use_cache=False"
         )
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{name} keeps a state in the cache, which a program of torch.export would not hold: export with "
+            "use_cache=False, for one number of tokens"
+        )
     held = int(layer.get_seq_length())
     if held:
         raise NotImplementedError(

@@ -161,6 +161,15 @@ def test_a_model_whose_weights_are_offloaded_writes_the_same(mechanism, recorded
 
 
 @torch.no_grad()
+def test_a_program_with_a_cache_is_refused():
+    program = torch.nn.Module()
+    program.model = swapped("gated_delta", [1])
+    program.forward = lambda tokens: program.model(tokens, past_key_values=static(program.model)).logits
+    with pytest.raises(NotImplementedError, match=r"torch\.export would not hold: export with use_cache=False"):
+        torch.export.export(program, (TOKENS[:, :1],), strict=False)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("taken", [list, lambda cache: DynamicCache([(one.keys, one.values) for one in cache.layers])])
 def test_a_cache_that_is_taken_apart_is_refused(taken):
     """As DataParallel and exporters do: what they make of it would begin anew, without a word."""
