@@ -36,11 +36,6 @@ class Limits:
     def reasons(self, built: AttentionMechanism, cross: bool, sees_the_future: bool) -> Iterator[str | None]:
         """Why a mechanism is not taken, in turn; in cross-attention its queries are of other tokens than its keys."""
         name = type(built).__name__
-        if sees_the_future and built.causality == "always":
-            yield (
-                f"it sees the future, and {name} writes one token after the other into a state: choose linear or "
-                "retention, which have a form for that"
-            )
         yield self.every
         yield self.of(built)
         yield None if built.row_masks else self.without_rows
@@ -55,3 +50,8 @@ class Limits:
             what = f"which {name} needs" if built.uses_query else f"which {name} does not use"
             yield f"cross-attention {lacks}, {what}; leave it out of `where`, or choose another mechanism"
         yield self.with_query if built.uses_query else None
+        if sees_the_future and built.causality == "always":  # the last: whatever else refuses it refuses its cures too
+            yield (
+                f"it sees the future, and {name} writes one token after the other into a state: choose linear, "
+                "retention, performer, or hedgehog without a window, which have a form for that"
+            )

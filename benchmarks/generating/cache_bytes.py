@@ -48,7 +48,8 @@ def bytes_of(cache: Any) -> int:
     """What the tensors of a cache hold, views counted as all that they keep in memory."""
     held: dict[int, int] = {}
     for layer in cache.layers:
-        for part in (layer.keys, layer.values, *getattr(layer, "state", {}).values()):
+        state = getattr(layer, "state", None)
+        for part in (layer.keys, layer.values) if state is None else state.values():
             storage = part.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())

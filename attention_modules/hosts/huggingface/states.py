@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -73,6 +73,11 @@ def _become_state(layer: Any, index: int, name: str) -> None:
             f"{name} keeps a state, for which a {plain.__name__} has no place: take a DynamicCache or a StaticCache, "
             "or pass use_cache=False"
         )
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{name} keeps a state in the cache, which a program of torch.export would not hold: export with "
+            "use_cache=False, for one number of tokens"
+        )
     held = int(layer.get_seq_length())
     if held:
         raise NotImplementedError(
@@ -84,8 +89,8 @@ def _become_state(layer: Any, index: int, name: str) -> None:
     layer.state, layer.of, layer.ready, layer.any_tokens = {}, None, False, False
     layer.base, layer.recent, layer.stale, layer.hidden, layer.pending = {}, {}, False, None, False
     layer.record_past = getattr(layer, "record_past", False)
-    if layer.is_initialized:  # by early_initialization
-        layer.keys, layer.values = layer.keys[:, :, :0].clone(), layer.values[:, :, :0].clone()
+    for name in ("keys", "values"):  # None, or of early_initialization
+        vars(layer).pop(name, None)
     if not hasattr(layer, "cumulative_length"):
         layer.cumulative_length = 0
 
@@ -105,12 +110,19 @@ def _prepared(model: Any, *args: Any, **kwargs: Any) -> Any:
     done = method(model, *args, **kwargs)
     given = inspect.signature(method).bind(model, *args, **kwargs).arguments
     cache = next((given["model_kwargs"][name] for name in CACHES if given["model_kwargs"].get(name) is not None), None)
-    for module in model.modules() if hasattr(getattr(cache, "self_attention_cache", cache), "layers") else ():
-        if isinstance(module, Swapped) and module.mechanism.cache == "state":
+    own = getattr(cache, "self_attention_cache", cache)
+    for module in model.modules() if hasattr(own, "layers") else ():
+        if isinstance(module, Swapped) and module.mechanism.cache == "state" and not _left_out(own, module):
             state_layer(cache, module).ready = False
     if cache is not None and getattr(given.get("generation_config"), "is_assistant", False):
         cache.activate_past_recording()
     return done
+
+
+def _left_out(cache: Any, module: Any) -> bool:
+    """Whether the cache has no place for the layer, as where an assistant exits early and runs the first layers."""
+    grows = getattr(cache, "layer_class_to_replicate", None) is not None
+    return not grows and (getattr(module, "layer_idx", None) or 0) >= len(cache.layers)
 
 
 def mixed(
@@ -141,7 +153,8 @@ def mixed(
         mask = None if tokens is None else tokens[:, None, None]
         more = {} if starts is None else {"starts": starts}
         heads = (given[name] for name in "qkvx")
-        return mix(*heads, attn_mask=mask, is_causal=causal, state=state, **more, **rest)
+        filled: Any = None if state is None else _Filled(state)
+        return mix(*heads, attn_mask=mask, is_causal=causal, state=filled, **more, **rest)
 
     if layer is None:
         return call(given, None)
@@ -156,6 +169,31 @@ def mixed(
         out = layer.recorded(module.mechanism, call, given)
     layer.pending = False
     return out
+
+
+class _Filled:
+    """A dict that a mechanism fills, and no Mapping: hooks of accelerate's offloading and of FSDP2 copy these."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __setitem__(self, name: str, x: Tensor) -> None:
+        self._state[name] = x
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def new_tokens(
@@ -259,6 +297,20 @@ class _State:
     recent: dict[str, Any]
     hidden: Tensor | None
 
+    @property
+    def keys(self: Any) -> Any:
+        """None are kept: a cache that is rebuilt from keys and values would have lost what came before.
+
+        Raises:
+            AttributeError: always.
+        """
+        raise AttributeError(
+            f"this layer of the cache keeps the state of {self.of} in place of keys and values: copy the cache itself "
+            "(copy.deepcopy, pickle), or pass use_cache=False where a tool takes caches apart, as DataParallel does"
+        )
+
+    values = keys
+
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Note how many tokens there are, and give the new keys and values alone."""
         if not self.ready:
@@ -272,7 +324,6 @@ class _State:
         self.ready = False
         number = key_states.shape[-2]
         if not self.is_initialized:
-            self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
             self.dtype, self.device = key_states.dtype, key_states.device
             if self.is_static:
                 self.batch_size = key_states.shape[0]
@@ -375,8 +426,8 @@ class _State:
         if gone > known:
             raise NotImplementedError(
                 f"the state of {self.of} cannot be taken back by {gone} tokens, of which {known} were recorded: call "
-                f"cache.activate_past_recording() before them, which keeps the last {RECALL}; or start with an empty "
-                "cache"
+                "cache.activate_past_recording() before them and after the cache's first token, which keeps the last "
+                f"{RECALL}; or start with an empty cache"
             )
         lost = self.recent["tokens"]
         if self.hidden is not None and lost is not None:

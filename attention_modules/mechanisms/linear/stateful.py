@@ -56,7 +56,8 @@ def mix_by_state(
     if not is_causal and q.shape[-2] > 1:
         raise ValueError(
             f"{name} attention writes one token after the other into a state, so it must hide the future: pass "
-            "is_causal=True, or for a layer that sees the future (ViT, BERT) choose linear or retention"
+            "is_causal=True, or for a layer that sees the future (ViT, BERT) choose linear, retention, performer, or "
+            "hedgehog without a window"
         )
     out, last = linear_operator(
         q,

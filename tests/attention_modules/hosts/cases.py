@@ -414,7 +414,7 @@ HOSTS: dict[str, HostCase] = {
         "mmsegmentation SegFormer, reduced keys",
         mmseg_layer("mit", sr_ratio=2),
         _run_segformer,
-        {**dict.fromkeys(ONE_QUERY_PER_KEY, "reduced image"), **_ENCODER},
+        {**_ENCODER, **dict.fromkeys(ONE_QUERY_PER_KEY, "reduced image")},
         padding=False,
     ),
 }

@@ -133,6 +133,51 @@ def test_generation_equals_generation_without_a_cache(mechanism, family, layers,
     assert torch.equal(generated(model, **how), generated(model, use_cache=False, **plain))
 
 
+@pytest.mark.filterwarnings("ignore")
+@each_row("layers", LAYERS)
+def test_an_assistant_that_exits_early_has_no_state_of_later_layers(layers):
+    """The cache of the assistant has two layers, and the model four."""
+    model = swapped("gated_delta", LAYERS[layers])
+    without = generated(model, use_cache=False, batch=1)
+    assert torch.equal(generated(model, assistant_early_exit=2, batch=1), without)
+
+
+@torch.no_grad()
+@each_row("mechanism", MECHANISMS)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_model_whose_weights_are_offloaded_writes_the_same(mechanism, recorded):
+    """Accelerate's hooks copy the dicts that a module is called with."""
+    accelerate = pytest.importorskip("accelerate")
+    model = swapped(mechanism, [1, 2])
+    whole = model(TOKENS, use_cache=False).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    cache = model(TOKENS[:, :5], past_key_values=DynamicCache()).past_key_values
+    if recorded:
+        cache.activate_past_recording()
+        model(TOKENS[:, 5:8].flip(1), past_key_values=cache)
+        cache.crop(-3)
+    found = [model(TOKENS[:, [at]], past_key_values=cache).logits for at in range(5, 12)]
+    torch.testing.assert_close(torch.cat(found, 1), whole[:, 5:], atol=EXACT, rtol=EXACT)
+
+
+@torch.no_grad()
+def test_a_program_with_a_cache_is_refused():
+    program = torch.nn.Module()
+    program.model = swapped("gated_delta", [1])
+    program.forward = lambda tokens: program.model(tokens, past_key_values=static(program.model)).logits
+    with pytest.raises(NotImplementedError, match=r"torch\.export would not hold: export with use_cache=False"):
+        torch.export.export(program, (TOKENS[:, :1],), strict=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("taken", [list, lambda cache: DynamicCache([(one.keys, one.values) for one in cache.layers])])
+def test_a_cache_that_is_taken_apart_is_refused(taken):
+    """As DataParallel and exporters do: what they make of it would begin anew, without a word."""
+    cache = swapped("gated_delta", [1])(TOKENS, use_cache=True).past_key_values
+    with pytest.raises(AttributeError, match=r"keeps the state of GatedDeltaAttention in place of keys and values"):
+        taken(cache)
+
+
 @torch.no_grad()
 @each_row("mechanism", ["window", "gated_delta", "hedgehog"])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
@@ -192,7 +237,8 @@ def _bytes(cache: Any) -> list[int]:
     """Of each layer of a cache, what its tensors hold."""
     found = []
     for layer in cache.layers:
-        parts = [layer.keys, layer.values, *getattr(layer, "state", {}).values()]
+        state = getattr(layer, "state", None)
+        parts = (layer.keys, layer.values) if state is None else state.values()
         found.append(sum(part.untyped_storage().nbytes() for part in parts))
     return found
 

@@ -317,8 +317,8 @@ _CASES: dict[str, LayerCase] = {
     ),
     "fastvit": LayerCase(_models("fastvit"), "Attention", (DIM,), {"head_dim": 4, "qkv_bias": True}, image),
 }
-# None of them hides the future, which is said first.
-LAYERS = {name: replace(case, refuses={**case.refuses, **SEES_THE_FUTURE}) for name, case in _CASES.items()}
+# None of them hides the future, which is said last.
+LAYERS = {name: replace(case, refuses={**SEES_THE_FUTURE, **case.refuses}) for name, case in _CASES.items()}
 
 
 def layer(name: str, seed: int = 0) -> nn.Module:
