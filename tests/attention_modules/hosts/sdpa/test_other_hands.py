@@ -87,12 +87,16 @@ def test_the_trainer_of_transformers_goes_on_with_the_best_model(tmp_path: Path)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+class OwnByHead(ByHead):
+    """A class of its own, so that no other test sees what is declared of it."""
+
+
 class Module(LightningModule):
     """With a layer that the callback declares."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(ByHead())
+        self.net = nn.Sequential(OwnByHead())
 
     def training_step(self, batch: Tensor, _: int) -> Tensor:
         return self.net(batch).square().mean()
@@ -102,7 +106,7 @@ class Module(LightningModule):
 
 
 def test_a_declared_layer_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
-    declaration = {"kind": f"{ByHead.__module__}.ByHead", "qkv": "query_key_value", "heads": "heads"}
+    declaration = {"kind": f"{__name__}.OwnByHead", "qkv": "query_key_value", "heads": "heads"}
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     swap = SwapAttention("rpc", options={"iterations": 2}, declare=[declaration])
     trainer = Trainer(default_root_dir=tmp_path, accelerator="cpu", max_steps=2, callbacks=[swap], **quiet)
