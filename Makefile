@@ -3,8 +3,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-# One thread each: two test processes with two torch threads each are slower than with one.
-TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# One thread each: two test processes with two torch threads each are slower than with one. Bytecode is written, whatever
+# the machine says: else each process that a test starts compiles all of attnswap.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # Each process starts with its own half of the files, so that the fixtures of a module are made once, and takes over
 # from the other at the end.
 PYTEST_ARGS := -n 2 --dist worksteal

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXTRA_OF = {
+    "fla": "fla",
     "imagecorruptions": "robustness",
     "pyautoattack": "robustness",
     "pytorch_ood": "robustness",

@@ -27,6 +27,14 @@ def transforms_active() -> bool:
     return peek is not None and peek() is not None
 
 
+def untransformed(tensor: Tensor) -> Tensor:
+    """What a tensor of a ``torch.func`` transform holds: of ``vmap`` all samples, in a dimension of their own."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    while functorch is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
+
+
 class _Seam(threading.local):
     take: Callable[..., Tensor] | None = None
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import OPAQUE
+from attention_modules.masks import check_columns
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
 from attention_modules.sharing import Link, from_the_layer
 
@@ -145,13 +146,16 @@ class SelfAttention(nn.Module):
             ``[B, N, dim_out]``.
 
         Raises:
-            ValueError: if ``x`` has another shape, or no token.
+            ValueError: if ``x`` has another shape, or no token; if the mechanism counts columns, and the mask hides
+                padding before a sequence, or tells several sequences apart.
         """
         if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != self.qkv.in_features:
             raise ValueError(
                 f"x must be [batch, tokens, {self.qkv.in_features}] with at least one token, got {tuple(x.shape)}; "
                 "one sequence alone is x[None]"
             )
+        if attn_mask is not None and self.mechanism.counts_columns:
+            check_columns(type(self.mechanism).__name__, attn_mask)
         is_causal = is_causal or self.is_causal
         # Of the heads that this process holds: all, but under tensor parallelism.
         parts = self.qkv(x).unflatten(-1, (2 + self.mechanism.uses_query, -1, self.head_dim)).permute(2, 0, 3, 1, 4)

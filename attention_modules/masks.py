@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attention_modules.kernels import transforms_active
+from attention_modules.kernels import untransformed
 
 # Additive masks are written with -inf, the lowest number of a dtype, -1e9 or -1e4, which bfloat16 rounds to -9,984; exp
 # of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
@@ -102,6 +102,38 @@ def visible(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.dtype == torch.bool else ~(attn_mask <= HIDDEN)  # NaN is seen
 
 
+def check_columns(name: str, attn_mask: Tensor, between: bool = True) -> None:
+    """Refuse a mask by which columns are not the positions of tokens: packed sequences, padding before a sequence.
+
+    Taken is one that shows its first column, and each key that it shows to every row which sees a later one: the
+    causal triangle, padding behind, tokens hidden from all. So is a window: what a row sees is a matter of distance.
+
+    Args:
+        name: of a mechanism that learns something of each position by its column.
+        attn_mask: boolean or additive, ``[..., N, M]``.
+        between: whether tokens may be hidden from all between others.
+
+    Raises:
+        ValueError, RuntimeError: if they are not, as :func:`require` says.
+    """
+    seen = visible(torch.atleast_2d(attn_mask))
+    if not seen.numel():
+        return
+    shown, columns = seen.any(-2, keepdim=True), torch.arange(seen.shape[-1], device=seen.device)
+    last = torch.where(seen, columns, -1).amax(-1, keepdim=True)
+    fits = (seen | ~shown | (columns > last)).flatten(-2).all(-1)
+    behind = (shown[..., 1:] <= shown[..., :-1]).flatten(-2).all(-1)
+    if seen.shape[-1] == seen.shape[-2]:
+        alike = (seen[..., 1:, 1:] == seen[..., :-1, :-1]) | ~shown[..., 1:] | (last[..., 1:, :] < 0)
+        fits = fits | (alike.flatten(-2).all(-1) & behind)
+    fits = fits & (shown[..., 0] | ~shown.any(-1)).squeeze(-1)
+    require(
+        (fits if between else fits & behind).all(),
+        f"{name} counts columns, and this mask hides a token from rows that see later ones (padding before a sequence, "
+        "packed sequences, a tree): give each sequence a row of its own, padded at its end, or take another mechanism",
+    )
+
+
 def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None, bool]:
     """Which tokens are there, where rows see the same tokens but for the future: masks of a state that tokens fill.
 
@@ -162,12 +194,14 @@ def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k
 
 
 def require(condition: Tensor, message: str) -> None:
-    """Refuse values without waiting for a device: a GPU and compiled code say so as they run, torch.func does not.
+    """Refuse values without waiting for a device: a GPU and compiled code say so as they run.
 
     Raises:
         ValueError: if it does not hold; there a RuntimeError, later.
     """
+    if not torch.compiler.is_compiling():
+        condition = untransformed(condition).all()
     if torch.compiler.is_compiling() or condition.device.type != "cpu":
         torch._assert_async(condition, message)
-    elif not transforms_active() and not bool(condition):
+    elif not bool(condition):
         raise ValueError(message)

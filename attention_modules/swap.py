@@ -28,7 +28,7 @@ from attention_modules.hosts.base import (
 )
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
 from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
-from attention_modules.hosts.model.dropped import dropped_refusal
+from attention_modules.hosts.model.dropped import dropped_refusals, watch_grids
 from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
 from attention_modules.hosts.model.replicated import replicated_refusal
 from attention_modules.hosts.model.saved import tell_when_saved
@@ -454,7 +454,8 @@ def _alike(built: AttentionMechanism, layer: nn.Module) -> AttentionMechanism:
 def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) -> None:
     """Refuse, before anything changes, what any layer cannot take."""
     paths = _paths(model)
-    sharded, replicated, dropped = is_sharded(model), replicated_refusal(model), dropped_refusal(model)
+    sharded, replicated = is_sharded(model), replicated_refusal(model)
+    dropped = dropped_refusals(found.modules, [each.name for each in found.layers])
     check_connections(found, {place.name: built for place, (_, built) in zip(chosen, plan, strict=True)})
     for place, (layer, built) in zip(chosen, plan, strict=True):
         host, module = layer.host, layer.module
@@ -467,7 +468,7 @@ def _validate(model: nn.Module, found: Survey, chosen: list[Found], plan: Plan) 
         _raise_for(layer.name, hook_refusal(module) or replicated if changed else None)
         _raise_for(layer.name, hooked_refusal(module.mechanism) if swapped else None)
         _raise_for(layer.name, SPREAD if not (sharded or host.spreads_heads) and mesh_of(module) is not None else None)
-        _raise_for(layer.name, dropped if built.counts_columns or built.counts_distances else None)
+        _raise_for(layer.name, dropped.get(layer.name) if built.counts_columns or built.counts_distances else None)
         if sharded:
             _raise_for(layer.name, sharded_refusal(module, built))
         if built.uses_query:
@@ -521,6 +522,8 @@ def _settle(model: nn.Module, shared: bool) -> None:
     for host in loaded_hosts():
         host.settle(model)
     tell_when_saved(model)
+    found = survey(model)
+    watch_grids(model, found.modules, [each.name for each in found.layers])
     if shared:
         connect_layers(model)
 

@@ -98,7 +98,11 @@ def _run(command: str, arguments: list[str]) -> None:
     elif command == "compare":
         from lightning_tasks.compare.arguments import parser
 
-        parser(arguments).parse_args(arguments[1:])  # its help and refusals come at once
+        options = parser(arguments).parse_args(arguments[1:])  # its help and refusals come at once
+        if not (options.plan or options.status or options.executor or (options.output / "results.csv").exists()):
+            from lightning_tasks.compare.workers import start_server
+
+            start_server()
         from lightning_tasks.compare.command import main as compare
 
         compare(arguments[1:])

@@ -21,7 +21,7 @@ from lightning_tasks.files.resume import (
     reopen_cut_epoch,
 )
 from lightning_tasks.files.stored import check_checkpoint
-from lightning_tasks.files.swaps import warn_of_other_attention
+from lightning_tasks.files.swaps import warn_of_other_attention, without_marks
 from lightning_tasks.files.weights import read_checkpoint, refuse_other_layout
 from lightning_tasks.training.configure_hook import swap_now
 from lightning_tasks.training.hparams import import_object, plain_data
@@ -170,6 +170,7 @@ class BaseTask(LightningModule):
             refuse_other_layout(self._trainer, self, checkpoint)
             refuse_other_settings(self._trainer, self, checkpoint)
             warn_of_other_attention(self, checkpoint)
+            without_marks(checkpoint.get("state_dict", {}))
         self._random_states = checkpoint.get("random_states")
         reopen_cut_epoch(checkpoint)
 

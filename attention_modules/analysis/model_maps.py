@@ -97,7 +97,8 @@ def attention_maps(
         NoMapError: if a mechanism is not linear in the values, and does not say what its map is; it is named.
         MemoryError: if the maps would not fit into the device's memory; before they are made.
         TypeError: if heads or rows are no integers, or there are none.
-        ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout.
+        ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout, which
+            takes one pass of each layer.
 
     Example:
         >>> import attnswap, torch
@@ -109,6 +110,8 @@ def attention_maps(
         >>> attnswap.attention_maps(model, torch.randn(1, 5, 16), layers=0, rows=[0, -1])["self_attn"].shape
         torch.Size([1, 2, 2, 5])
     """
+    if rollout and passes:
+        raise ValueError("a rollout takes one map of each layer: leave out passes=, for the last pass, or rollout=")
     wanted = _listed("rows", rows)
     collected = _Collected(_listed("heads", heads), None if rollout else wanted, rollout, passes)
     names = see_calls(model, inputs, layers, collected.take)
@@ -147,7 +150,7 @@ def _listed(what: str, chosen: int | Sequence[int] | None) -> list[int] | None:
     if chosen is None:
         return None
     several: Any = chosen if isinstance(chosen, Iterable) and getattr(chosen, "ndim", 1) > 0 else [chosen]
-    listed = list(several)
+    listed = [each.item() if getattr(each, "ndim", 1) == 0 else each for each in several]  # a bool has an index, too
     try:
         if not listed or isinstance(chosen, str) or any(isinstance(each, bool) for each in listed):
             raise TypeError
@@ -177,12 +180,17 @@ def _copied(inputs: Inputs) -> Inputs:
 
 def _names(model: nn.Module, layers: Layers | None) -> list[str]:
     found = survey(model)
-    by_name = isinstance(layers, str) or (
-        isinstance(layers, Sequence) and any(isinstance(each, str) for each in layers)
-    )
-    where: Any = layers if by_name else None
-    numbers: Any = None if by_name else layers
-    chosen, _ = select(found, where, numbers, ())
+    listed = [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
+    by_name = any(isinstance(each, str) for each in listed)
+    if any(isinstance(each, str) != by_name for each in listed):
+        raise TypeError(f"layers must be numbers, or patterns of names, and not both, got {layers!r}")
+    where: Any = listed if by_name else None
+    numbers: Any = None if by_name or layers is None else listed
+    try:
+        chosen, _ = select(found, where, numbers, ())
+    except AttentionSwapError as error:  # which speaks of a swap's arguments
+        told = str(error).replace("; names and patterns go into where=", " or patterns of names")
+        raise AttentionSwapError(told.replace("where=", "layers=")) from None
     return [layer.name for layer in chosen if by_name or not layer.cross]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -16,10 +17,13 @@ from attention_modules.base import OPAQUE
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
+from attention_modules.masks import check_columns
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
 PLAN = "attnswap.json"  # beside the weights that save_pretrained writes
+IN_CHECKPOINT = "saved_by_attnswap_load_with_load_swapped"  # of a layer without Parameters of its own, in Lightning's
+READS_SWAPPED = "reads_the_swapped_layout"  # set on a hook of loading that comes after the plain layout is accepted
 MARK = "saved_by_attnswap_load_with_load_pretrained"  # key, below "mechanism.", of a swapped layer's file
 
 
@@ -38,8 +42,15 @@ class Swapped(nn.Module):
     """The processes over which its heads are spread (tensor parallelism), if so."""
     fixed_tokens: int | None = None
     """How many tokens each call has, where the model fixes it and the mechanism counts columns."""
+    masks_tokens: ClassVar[bool] = True
+    """Whether its masks hide tokens of a sequence, and the host does not check itself what they say of positions."""
     emptied = False
     """Whether ``to_empty`` took the values of the mechanism's Parameters."""
+
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """What a swapped class of this plain one has of its own, beside its forward."""
+        return {}
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, **given: Any) -> Tensor:
         """The mechanism's output, with what it needs beside q, k and v.
@@ -53,6 +64,7 @@ class Swapped(nn.Module):
 
         Raises:
             RuntimeError: if the mechanism counts columns, and these are not all of the model's positions.
+            ValueError: if it does, and the mask says that columns are no positions.
         """
         if self.fixed_tokens is not None and q.shape[2] != self.fixed_tokens:
             raise RuntimeError(
@@ -60,6 +72,8 @@ class Swapped(nn.Module):
                 f"tokens, of which this layer is given {q.shape[2]}: which ones they are is not known (masked "
                 "autoencoders, dropped patches, another image size); give it all, or choose another mechanism"
             )
+        if self.mechanism.counts_columns and self.masks_tokens and given.get("attn_mask") is not None:
+            check_columns(type(self.mechanism).__name__, given["attn_mask"])
         return self.mechanism(q, k, v, **given, **from_the_layer(self, self.mechanism.needs, x, v))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -73,9 +87,22 @@ class Swapped(nn.Module):
             self.emptied = True
         return self
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        """Accept the plain layout beside the swapped one, strictly."""
+    def _load_from_state_dict(self, state_dict: Any, *rest: Any) -> None:
+        """Accept the plain layout beside the swapped one, strictly; what converts older layouts comes before."""
+        hooks = self._load_state_dict_pre_hooks
+        after = {key for key, hook in hooks.items() if getattr(getattr(hook, "hook", hook), READS_SWAPPED, False)}
+        converters = [(key, hook) for key, hook in hooks.items() if key not in after]
+        self._load_state_dict_pre_hooks = OrderedDict(
+            [*converters, (-1, self._accept), *((key, hooks[key]) for key in hooks if key in after)]
+        )
+        try:
+            super()._load_from_state_dict(state_dict, *rest)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
+
+    def _accept(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        state_dict.pop(f"{prefix}mechanism.{IN_CHECKPOINT}", None)
         marked = state_dict.pop(f"{prefix}mechanism.{MARK}", None) is not None  # then its tensors must be there
         if not marked and self._is_there(state_dict, prefix):
             given = {*state_dict}
@@ -87,7 +114,6 @@ class Swapped(nn.Module):
                 self.note_as_made(copies=1)  # onto themselves
             self.emptied = False
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def note_as_made(self, copies: int = 0) -> None:
         """Note that the mechanism's Parameters are as they were made, once they are copied so many times."""
@@ -108,7 +134,7 @@ class Swapped(nn.Module):
             "a state dict of plain attention (or of a folder that a plain class read) has nothing for the "
             f"{type(self.mechanism).__name__}, which has changed since the swap and keeps its values: load a state "
             "dict of the swapped model, or swap anew",
-            stacklevel=8,
+            stacklevel=10,
         )
 
     def _is_there(self, state: dict[str, Tensor], prefix: str) -> bool:
@@ -157,7 +183,8 @@ _SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
 def swapped_class(host: Host, plain: type[nn.Module]) -> type[Swapped]:
     """The one subclass of ``plain`` whose forward calls ``self.mechanism``."""
     if (host, plain) not in _SWAPPED_CLASSES:
-        members = {"host": host, "plain_class": plain, "__module__": host.mixin.__module__}
+        own = {"host": host, "plain_class": plain, "__module__": host.mixin.__module__}
+        members = {**host.mixin.members(plain), **own}
         _SWAPPED_CLASSES[host, plain] = type(f"Swapped{plain.__name__}", (host.mixin, plain), members)
     return _SWAPPED_CLASSES[host, plain]
 

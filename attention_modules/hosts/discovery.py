@@ -144,19 +144,23 @@ def _attention_like(hosts: _Hosts, strangers: dict[str, nn.Module], understood: 
     """Modules that call themselves attention, are no mere shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
     refused = {kind: known_refusal(kind) for kind in {type(module) for module in strangers.values()}}
+    told = {name: _why_not(each, hosts.concerned(each), refused[type(each)]) for name, each in strangers.items()}
+    parts = [name for name, (reason, known) in told.items() if reason and known]
     for name, module in strangers.items():
-        reason = _why_not(module, hosts.concerned(module), refused[type(module)])
+        reason, known = told[name]
         prefix = f"{name}." if name else ""
         shell = any(other.startswith(prefix) for other in understood)
         if reason is None or (shell and not calls_of(module).sites):
             continue
+        if not known and any(part != name and part.startswith(prefix) for part in parts):
+            continue  # a part of it says why
         if not any(name.startswith(f"{outer.name}.") for outer in skipped):
             skipped.append(Skipped(name, type(module).__name__, reason))
     return skipped
 
 
-def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> str | None:
-    """Why this module cannot be swapped; None where it is no attention.
+def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> tuple[str | None, bool]:
+    """Why this module cannot be swapped, None where it is no attention; and whether more than its name says so.
 
     Args:
         module: what no host understands.
@@ -166,16 +170,16 @@ def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> s
     kind = type(module).__name__
     near = next((text for host in hosts if (text := host.near_miss(module))), None) or refused
     if near:
-        return hook_refusal(module) or near
+        return hook_refusal(module) or near, True
     if not ("Attention" in kind or "Attn" in kind) or isinstance(module, AttentionMechanism):
-        return None
+        return None, False
     if wrapped_by_peft(module):
-        return "wrapped by peft: call merge_and_unload() first, or swap before get_peft_model()"
+        return "wrapped by peft: call merge_and_unload() first, or swap before get_peft_model()", True
     if "Pool" in kind:
-        return "attention pooling: its queries are no tokens of the sequence"
+        return "attention pooling: its queries are no tokens of the sequence", True
     if "Cross" in kind:
-        return "cross-attention of a kind that no host knows"
-    return f"no host knows {type(module).__module__}.{kind}"
+        return "cross-attention of a kind that no host knows", False
+    return f"no host knows {type(module).__module__}.{kind}", False
 
 
 def _matches(names: Sequence[str], module: nn.Module, selector: Selector) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from attention_modules.base import described
 from attention_modules.mechanism import AttentionMechanism
 
+SHIFTED = "its windows are shifted from block to block, so that its tokens are not those of the other layers"
+
 
 @dataclass(frozen=True)
 class Limits:

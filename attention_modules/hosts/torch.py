@@ -20,6 +20,7 @@ from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
 _KEPT_FLAG = "use_nested_tensor_before_swap"
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
+_OWN_KEY = "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
 _CROSS = re.compile(r"cross_?att", re.IGNORECASE)  # in the name: open_clip's CoCa has `cross_attn.0.attn`
 _LEARNED_QUERIES = ("probe", "query", "queries", "query_tokens", "latents")  # Parameters beside a layer that pools
 
@@ -199,6 +200,8 @@ class SwappedMultiheadAttention(Swapped):
                 "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
                 "its use_nested_tensor to False"
             )
+        if self.bias_k is not None or self.add_zero_attn:
+            raise RuntimeError(f"a swapped nn.MultiheadAttention was changed after its swap: {_OWN_KEY}")
         if self._needs_own_keys() and not same_view(query, key):
             name, lacks = type(self.mechanism).__name__, "has no query"
             if self.mechanism.uses_query:
@@ -337,7 +340,7 @@ class MultiheadAttentionHost(Host):
     def limits(self, layer: Any) -> Limits:
         every = query = None
         if layer.bias_k is not None or layer.add_zero_attn:
-            every = "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
+            every = _OWN_KEY
         if layer._parameters.get("in_proj_weight") is None:
             query = (
                 "its in_proj_weight is no plain Parameter (parametrized, or kdim/vdim differ), so it cannot be split; "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts.base import READS_SWAPPED
 from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.weights import quantized, wrapped_by_peft
 from attention_modules.kernels import without_autocast
@@ -232,6 +233,9 @@ def _prepare_loading(
                 "or γ for each: load it into a model that does not tie them"
             )
         _LOADING[parametrization] = (errors, plain, given)
+
+
+setattr(_prepare_loading, READS_SWAPPED, True)  # the weight without the query's rows, where a swap drops these
 
 
 def _revived(state: Mapping[str, Any], key: str) -> dict[str, Tensor]:

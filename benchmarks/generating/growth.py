@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 from attention_modules.mechanisms.linear.operator import linear_operator
 from benchmarks.common import alternate, peak_memory, write_results
@@ -51,11 +53,21 @@ def calls(tokens: int) -> dict[str, Callable[[bool], object]]:
     return made
 
 
+def peak_of_tensors(call: Callable[[], object]) -> float:
+    """MiB that the tensors of a call take at most; resident memory also counts what malloc keeps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes)) / 2**20
+
+
 def main() -> None:
     """Measure, and write a row for each mechanism."""
     torch.set_num_threads(1)
     seconds: dict[tuple[str, bool, int], float] = {}
     memory: dict[str, float | None] = {}
+    tensors: dict[str, float] = {}
     for tokens, repeats in ((SHORT, 5), (PAIRED, 3), (LONG, 2)):
         made = {name: call for name, call in calls(tokens).items() if tokens != LONG or "SDPA" not in name}
         for backward in (False, True):
@@ -63,6 +75,7 @@ def main() -> None:
             seconds |= {(name, backward, tokens): taken for name, taken in found.items()}
         if tokens == PAIRED:
             memory = {name: peak_memory(partial(call, True)) for name, call in made.items()}
+            tensors = {name: peak_of_tensors(partial(call, True)) for name, call in made.items()}
     rows = []
     for name in memory:
         row: dict[str, object] = {"mechanism": name}
@@ -78,7 +91,8 @@ def main() -> None:
                 f"{mode}, exponent of growth": growth,
             }
         peak = memory[name]
-        rows.append({**row, "MiB with backward": "" if peak is None else f"{peak:.0f}"})
+        row |= {"both, MiB of tensors": f"{tensors[name]:.0f}", "both, resident MiB": f"{peak:.0f}" if peak else ""}
+        rows.append(row)
     write_results(
         "growth",
         "Growth of linear-time mechanisms",

@@ -31,6 +31,7 @@ from lightning_tasks.files.swaps import (
     SWAPPED,
     Plan,
     acting_plans,
+    note_plan,
     overrides,
     resolve_mechanism,
     saved_plans,
@@ -149,6 +150,11 @@ class SwapAttention(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)
+        if any(getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks):
+            rank_zero_warn(
+                "a ModelCheckpoint with save_weights_only=True keeps no plan of a swap: load_swapped cannot rebuild "
+                "the module"
+            )
         for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
             logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: acting_plans(pl_module)})
 
@@ -217,7 +223,7 @@ class SwapAttention(Callback):
                 chosen = {"where": self._chosen(pl_module)}
             self.report = swap_attention(pl_module, self._class, **chosen, **self.options)
         self._plan, self._counted = {**wanted, "layers": [row.name for row in self.report]}, present
-        done.append(self._plan)
+        note_plan(pl_module, self._plan)
         rank_zero_info(str(self.report))
 
     def _holds(self, pl_module: pl.LightningModule, names: Sequence[str]) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -149,6 +150,12 @@ def start_context() -> BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
+
+
+def start_server() -> None:
+    """Have that server import while this process does, which takes as long."""
+    if start_context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
 
 
 def start_worker(environment: Mapping[str, str], devices: Any, code: Code) -> None:

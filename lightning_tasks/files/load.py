@@ -55,6 +55,12 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
     allowed = None if trust_checkpoint or not weights_only else allowed_names(cls, kwargs)
     check_checkpoint(content, allowed, path, kwargs.get("hparams_file"))
     if not saved_plans(content):
+        if "callbacks" not in content:
+            raise ValueError(
+                f"{path} holds weights alone (save_weights_only), and no plan of a swap: where SwapAttention took "
+                f"part, give {cls.__name__}(...) to a trainer with the same SwapAttention: trainer.test(..., "
+                "ckpt_path=...)"
+            )
         raise ValueError(
             f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"
         )

@@ -2,8 +2,9 @@
 
 A class or function that is named by its import path counts by the file of its module, and by all that this one
 imports, near or far: an installed package by its version, Python's own library not at all, every other module by its
-file. A file that is named by its path counts by its content, a folder of a model by those of its files. Nothing is
-imported to find them.
+file. A package that imports modules by names it makes up, as registries do, counts with all of its modules. A file
+that is named by its path counts by its content, a folder of a model, an adapter or a tokenizer by those of its files.
+Nothing is imported to find them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ Sources = dict[str, str]
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(_ROOT / name for name in ("attention_modules", "attnswap", "datamodules", "lightning_tasks"))
 _SETTINGS = (".yaml", ".yml", ".json")
+# What a folder holds whose files are of one model, adapter, tokenizer or sharded checkpoint.
+_OF_A_MODEL = (
+    *("config.json", "adapter_config.json", "model_index.json", "modules.json", ".metadata"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json"),
+)
 _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size and time of change
 _MOST_SETTINGS, _MOST_MODULES = 1 << 16, 2_000
 
@@ -123,9 +129,14 @@ def _paths(text: str, folder: Path) -> dict[str, Path]:
 def _of_path(name: str, path: Path) -> Sources:
     if path.is_file():
         return {name: _digest(path)}
-    if not (path / "config.json").is_file() and not (path / "tokenizer.json").is_file():
+    if not any((path / each).is_file() for each in _OF_A_MODEL):
         return {}
-    return {f"{name}/{each.name}": _digest(each) for each in sorted(path.glob("[!.]*")) if each.is_file()}
+    files = ((each, each.relative_to(path)) for each in sorted(path.rglob("[!.]*")) if each.is_file())
+    return {
+        f"{name}/{inner.as_posix()}": _digest(each)
+        for each, inner in files
+        if not any(part.startswith(".") for part in inner.parts)
+    }
 
 
 def _digest(path: Path) -> str:
@@ -275,7 +286,16 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
             texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             packages = [package, *(text.split(".") for text in texts)]
             found += [_absolute(text, each) for text in texts for each in packages]
+            found += [] if texts else _siblings(file, package)
     return tuple(dict.fromkeys(found))
+
+
+def _siblings(file: Path, package: list[str]) -> list[str]:
+    """The import paths of all that is beside a module in its package."""
+    if not package:
+        return []
+    inner = [each for each in file.parent.glob("*") if each.suffix == ".py" or (each / "__init__.py").is_file()]
+    return [".".join([*package, each.stem]) for each in sorted(inner) if each.stem.isidentifier()]
 
 
 def _is_import_path(text: str) -> bool:

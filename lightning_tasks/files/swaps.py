@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from attention_modules.function import is_attention_function
+from attention_modules.hosts.base import IN_CHECKPOINT
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.mechanism import AttentionMechanism, mechanism_class, short_name
 from attention_modules.swap import swap_attention
@@ -28,6 +32,41 @@ def saved_plans(checkpoint: dict[str, Any]) -> list[Plan]:
     plans = [state["plan"] for state in states if isinstance(state.get("plan"), dict)]
     kinds = {"mechanism": str, "options": dict, "selection": str, "layers": list}
     return [plan for plan in plans if all(isinstance(plan.get(key), kind) for key, kind in kinds.items())]
+
+
+def note_plan(pl_module: pl.LightningModule, plan: Plan) -> None:
+    """Note that a plan was carried out in a module, whose checkpoints mark the swapped layers from now on."""
+    vars(pl_module).setdefault(PLANS, []).append(plan)
+    previous = vars(pl_module).get("on_save_checkpoint")
+    if not (isinstance(previous, partial) and previous.func is _save_then_mark):
+        # Lightning calls it last: callbacks that average weights put other ones into the checkpoint.
+        pl_module.on_save_checkpoint = partial(_save_then_mark, pl_module, previous)  # type: ignore[method-assign]
+
+
+def _save_then_mark(
+    pl_module: pl.LightningModule, previous: Callable[[dict[str, Any]], None] | None, checkpoint: dict[str, Any]
+) -> None:
+    if previous is None:
+        type(pl_module).on_save_checkpoint(pl_module, checkpoint)
+    else:
+        previous(checkpoint)
+    _mark_layers(pl_module, checkpoint.get("state_dict", {}))
+
+
+def _mark_layers(pl_module: pl.LightningModule, state: dict[str, Any]) -> None:
+    """Add a key for each layer that would load into plain attention unsaid, as it has all its tensors alone."""
+    for name, mechanism in swapped_mechanisms(pl_module).items():
+        prefix = f"{name}." if name else ""
+        own = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+        fits = mechanism.uses_query and own and not any(key.startswith("mechanism.") for key in own)
+        if fits and short_name(type(mechanism)) not in PLAIN:
+            state[f"{prefix}mechanism.{IN_CHECKPOINT}"] = torch.zeros(1)
+
+
+def without_marks(state: dict[str, Any]) -> None:
+    """Take out what a module with plans added, where plain attention may take the weights."""
+    for key in [key for key in state if isinstance(key, str) and key.endswith(f"mechanism.{IN_CHECKPOINT}")]:
+        del state[key]
 
 
 def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -60,7 +99,7 @@ def warn_of_other_attention(pl_module: pl.LightningModule, checkpoint: dict[str,
 def carry_out(pl_module: pl.LightningModule, plan: Plan) -> None:
     """Swap as a checkpoint's plan says."""
     swap_attention(pl_module, resolve_mechanism(plan["mechanism"]), where=plan["layers"], **plan["options"])
-    vars(pl_module).setdefault(PLANS, []).append(plan)
+    note_plan(pl_module, plan)
 
 
 def acting_plans(model: nn.Module) -> list[Plan]:

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.base import IN_CHECKPOINT, Swapped
 from attention_modules.layers import SelfAttention
 from lightning_tasks.files.checkpoint_io import refuse_damaged
 
@@ -137,7 +137,7 @@ def plain_weights_for(layer: SelfAttention, state: dict[str, Tensor]) -> dict[st
 def _state_of(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors of a model's state that belong to one of its modules, by the module's own keys."""
     prefix = f"{name}." if name else ""
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    tensors = {key: x for key, x in state.items() if isinstance(x, Tensor) and not key.endswith(IN_CHECKPOINT)}
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 

@@ -1,8 +1,8 @@
-"""Figures and tables of a run: files in its folder, and in W&B (figures also in TensorBoard) where these log."""
+"""Figures and tables of a run: files in its folder, and in the loggers that take them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,6 +12,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_tasks.runs.loggers import current_step, loggers_named
 from lightning_tasks.runs.safe_files import write_rows
 
+TAKERS: dict[str, Callable[[Any, str, Any, Path, int], object]] = {  # logger, name, figure, its file, step
+    "WandbLogger": lambda logger, name, _, path, step: logger.log_image(key=name, images=[str(path)], step=step),
+    "TensorBoardLogger": lambda logger, name, figure, _, step: logger.experiment.add_figure(name, figure, step, False),
+    "MLFlowLogger": lambda logger, name, _, path, step: logger.experiment.log_artifact(logger.run_id, path, "figures"),
+    "CometLogger": lambda logger, name, _, path, step: logger.experiment.log_image(str(path), name=name, step=step),
+}
 _SAID: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
@@ -45,10 +51,9 @@ def save_figure(trainer: Any, figure: Any, name: str, a_file_per_step: bool = Fa
     step = f"_step_{current_step(trainer):06d}" if a_file_per_step else ""
     path = folder / f"{name.replace('/', '_')}{step}.png"
     figure.savefig(path, dpi=150)
-    for logger in loggers_named(trainer, "WandbLogger"):
-        logger.log_image(key=name, images=[str(path)], step=current_step(trainer))
-    for logger in loggers_named(trainer, "TensorBoardLogger"):
-        logger.experiment.add_figure(name, figure, current_step(trainer), close=False)
+    for kind, take in TAKERS.items():
+        for logger in loggers_named(trainer, kind):
+            take(logger, name, figure, path, current_step(trainer))
     if name not in (said := _SAID.setdefault(trainer, set())):  # once a run, however often it is drawn anew
         said.add(name)
         rank_zero_info(f"figure: {path}")

@@ -173,7 +173,7 @@ def test_the_package_alone_needs_torch_and_nothing_else(wheel):
         metadata = Parser().parsestr(archive.read(name).decode())
     needed = [each for each in metadata.get_all("Requires-Dist") if "extra ==" not in each]
     assert [each.split(">=")[0] for each in needed] == ["torch"]
-    extras = {"train", "wandb", "hf", "lora", "mmseg", "slurm", "robustness", "analysis", "docs", "test", "all"}
+    extras = {"train", "wandb", "hf", "lora", "fla", "mmseg", "slurm", "robustness", "analysis", "docs", "test", "all"}
     assert set(metadata.get_all("Provides-Extra")) == extras
 
 

@@ -1,5 +1,8 @@
 import json
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 
 import lightning.pytorch as L
 import pytest
@@ -109,22 +112,33 @@ def counted(batches):
     return sorted(target for batch in batches for window in batch for target in window if target >= 0)
 
 
-def test_two_processes_share_the_batches_of_one(wikitext_root, cache, tmp_path):
-    def record(kind, batch_size, **trainer_arguments):
-        (tmp_path / kind).mkdir()
-        L.seed_everything(7)
-        trainer = L.Trainer(
-            accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, **trainer_arguments,
-        )  # fmt: skip
-        data = WikiTextDataModule(NAME, root=wikitext_root, num_tokens=2, batch_size=batch_size, cache_dir=cache)
-        trainer.fit(RankRecorder(tmp_path / kind), datamodule=data)
+def record(folder, root, cache, batch_size, **trainer_arguments):
+    folder.mkdir()
+    L.seed_everything(7)
+    trainer = L.Trainer(
+        accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **trainer_arguments,
+    )  # fmt: skip
+    data = WikiTextDataModule(NAME, root=root, num_tokens=2, batch_size=batch_size, cache_dir=cache)
+    trainer.fit(RankRecorder(folder), datamodule=data)
 
+
+FORKED = """
+import sys
+from pathlib import Path
+from tests.datamodules.test_text import record
+record(*map(Path, sys.argv[1:]), 2, strategy="ddp_fork", devices=2)
+"""
+
+
+def test_two_processes_share_the_batches_of_one(wikitext_root, cache, tmp_path):
     def read(kind, split, rank=0):
         return [json.loads(line) for line in (tmp_path / kind / f"{split}_{rank}").read_text().splitlines()]
 
-    record("one", 4)
-    record("two", 2, strategy="ddp_fork", devices=2)
+    record(tmp_path / "one", wikitext_root, cache, 4)
+    # Forked from a process of its own: this one has threads and files of other tests.
+    command = [sys.executable, "-c", FORKED, tmp_path / "two", wikitext_root, cache]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
     for one, first, second in zip(read("one", "train"), read("two", "train"), read("two", "train", 1), strict=True):
         assert sorted(one) == sorted(first + second)
     alone, shared = read("one", "validation"), read("two", "validation") + read("two", "validation", 1)

@@ -1,4 +1,4 @@
-"""A comparison by commands on two working copies, whose workers are killed at random moments, ends as a serial one.
+"""A comparison by commands on two working copies, whose workers are killed at random steps, ends as a serial one.
 
 python -m tests.reliability.kill_cells [--kills 50] [--seeds 8] [--seed 0]
 
@@ -33,9 +33,16 @@ FILE = {
         "small": {"model.model.init_args.num_layers": 1},
     },
     "settings": {
-        "trainer.max_steps": 100,
-        "trainer.val_check_interval": 10,
+        "model.model.init_args.dim": 64,
+        "model.model.init_args.num_tokens": 64,
+        "data.init_args.num_tokens": 64,
+        "data.init_args.batch_size": 8,
+        "data.init_args.max_bytes": 200_000,
+        "data.init_args.vocab_size": 256,
+        "trainer.max_steps": 300,
+        "trainer.val_check_interval": 50,
         "trainer.limit_val_batches": 2,
+        "trainer.num_sanity_val_steps": 0,
         "trainer.callbacks+": {"class_path": "counting.CountSteps"},
     },
     "metrics": ["val/loss"],
@@ -79,12 +86,8 @@ def environment(copy: Path) -> dict[str, str]:
 
 
 def steps_of(copies: list[Path]) -> int:
-    """How many steps began since the last call."""
-    files = [copy.parent / "steps" for copy in copies]
-    count = sum(file.stat().st_size for file in files if file.exists())
-    for file in files:
-        file.unlink(missing_ok=True)
-    return count
+    """How many steps began."""
+    return sum(file.stat().st_size for file in (copy.parent / "steps" for copy in copies) if file.exists())
 
 
 def kill(worker: subprocess.Popen[bytes], whom: str) -> bool:
@@ -112,9 +115,12 @@ def trial(folder: Path, kills: int, seeds: int, seed: int) -> None:
     asked = [str(file), "--seeds", f"0:{seeds}"]
     attnswap(copies[0], "compare", *asked, "--output", str(serial))
     needed = steps_of(copies)
+    for copy in copies:
+        (copy.parent / "steps").unlink(missing_ok=True)
     plan = folder / "cells.txt"
     plan.write_text(attnswap(copies[0], "compare", *asked, "--output", str(output), "--plan"), encoding="utf-8")
     draw, killed, begun = random.Random(seed), 0, time.monotonic()
+    due = sorted(draw.uniform(0.0, 0.9 * needed) for _ in range(kills))
 
     def start(number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-c", WORKER, str(plan), str(draw.randrange(1 << 30))]
@@ -123,9 +129,12 @@ def trial(folder: Path, kills: int, seeds: int, seed: int) -> None:
 
     workers = [start(0), start(1)]
     while any(worker.poll() is None for worker in workers):
-        time.sleep(draw.uniform(2.0, 10.0))
+        time.sleep(0.2)
+        if killed == kills or steps_of(copies) < due[killed]:
+            continue
+        time.sleep(draw.choice([0.0, draw.uniform(0.0, 10.0)]))  # a fit runs now; later perhaps imports or a test
         number = draw.randrange(2)
-        if killed < kills and workers[number].poll() is None:
+        if workers[number].poll() is None:
             killed += 1
             if kill(workers[number], draw.choice(["worker", "cell", "both"])):
                 workers[number] = start(number)

@@ -26,7 +26,7 @@ from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.initial import attach_initial
-from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE
+from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE, shifts, unread_masks
 from attention_modules.hosts.huggingface.positions import watch_positions
 from attention_modules.hosts.huggingface.projections import (
     Joint,
@@ -44,13 +44,12 @@ from attention_modules.hosts.huggingface.saving import attach_saving
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
 from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
 from attention_modules.hosts.layer_call import CACHES
-from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.limits import SHIFTED, Limits
 from attention_modules.hosts.model.heads import fan_out, held_here, mesh_of, spread_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
-_UNDERSTOOD = (None, "eager", "sdpa")  # implementations whose masks are None, boolean or additive
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|pos_embed|embed_positions|wpe)(\.weight)?$")
 _OTHER_QUERY = re.compile(r"Cross|Att(entio)?n\w*Pool")  # in the class of a layer or around it
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
@@ -62,6 +61,7 @@ class SwappedHuggingFace(Swapped):
     config: PretrainedConfig
     plain_config: PretrainedConfig
     query_factor: float
+    masks_tokens = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.mechanism.uses_query:
@@ -287,24 +287,20 @@ class HuggingFaceHost(Host):
             without_rows=rows,
             with_input=unread,
             without_query=self._query(layer, super().limits(layer).without_query),
-            sharing=several,
+            sharing=several or (SHIFTED if shifts(layer) else None),
             rotates=call.rotates,
         )
 
     def _every(self, layer: Any) -> str | None:
         config = layer.plain_config if isinstance(layer, SwappedHuggingFace) else layer.config
-        implementation = config._attn_implementation
-        if implementation not in _UNDERSTOOD:
-            return (
-                f"its model uses {implementation!r}, whose masks a mechanism cannot read: call "
-                'model.set_attn_implementation("sdpa") first'
-            )
+        if unread := unread_masks(config):
+            return unread
         if separate(layer) is None and mesh_of(layer) is not None:
             return (
                 "its weights are spread over processes (tensor parallelism), and only those of separate projections to "
                 "queries, keys and values are known to be so by heads: load it without tp_plan, and take DDP or FSDP2"
             )
-        function = _call_of(layer).function(implementation)
+        function = _call_of(layer).function(config._attn_implementation)
         if function is not None and not _is_softmax(function):
             return f"{function.__module__}.{function.__name__}, which it calls, is no softmax attention"
         return None
@@ -386,6 +382,8 @@ def _positions(ancestors: Sequence[nn.Module]) -> tuple[nn.Module, int] | None:
                 tower = any(calls_interface(type(each)) for each in owner.modules())
                 if owner is not ancestor and (tower or owner not in ancestor.children()):
                     continue
+                if "num_prefix_tokens" in vars(owner):  # EoMT: queries join between layers
+                    return None
                 more = owner._parameters.get("register_tokens")
                 return owner, parameter.shape[-2] + (0 if more is None else more.shape[-2])
     return None

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from attention_modules.hosts.huggingface.batching import paged
 from attention_modules.hosts.huggingface.caches import kept_for, keys_of_new
-from attention_modules.hosts.huggingface.columns import check_columns
+from attention_modules.hosts.huggingface.columns import check_sequences
 from attention_modules.hosts.huggingface.given import (
     MASKS,
     OF_LOGITS,
@@ -29,6 +29,7 @@ from attention_modules.hosts.query import WithoutQuery
 from attention_modules.hosts.shown import ShownMap
 from attention_modules.sharing import as_before
 
+_UNDERSTOOD = ("eager", "sdpa")  # implementations whose masks are None, boolean or additive
 INTERFACE = "attnswap"
 INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
 
@@ -68,7 +69,12 @@ def mechanism_attention_forward(
         RuntimeError: if queries are others than the mechanism was built for.
     """
     mechanism = module.mechanism
+    if unread := unread_masks(module.plain_config):  # chosen after the swap: without masks the future would be seen
+        raise NotImplementedError(f"a swapped layer cannot act: {unread}")
     _check_given(mechanism, kwargs, attention_mask)
+    if attention_mask is not None and shifts(module):  # -100 on the bias hides for softmax alone
+        hidden = attention_mask - module.relative_position_bias() < -50
+        attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
     own_keys, cache = key, kwargs.get("cache")
     if cache is not None:
         key, value, attention_mask = paged(module, cache, key, value, attention_mask, kwargs)
@@ -100,7 +106,7 @@ def mechanism_attention_forward(
     if mechanism.cache == "whole sequence":
         _check_whole(mechanism, query, key)
         if mechanism.counts_columns or mechanism.counts_distances:
-            check_columns(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window"))
+            check_sequences(module, attention_mask, kwargs.get("position_ids"), kwargs.get("sliding_window"))
         query = query if mechanism.uses_query else key
     if causal and given_of(kwargs, (*MASKS, *OF_LOGITS)):
         attention_mask, causal = causal_mask(query, key), False
@@ -131,6 +137,22 @@ def mechanism_attention_forward(
     )
     nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
     return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
+
+
+def shifts(layer: Any) -> bool:
+    """Whether a layer attends in windows that every other block shifts, as Swin's does."""
+    return getattr(type(layer), "plain_class", type(layer)).__name__ == "SwinAttention"
+
+
+def unread_masks(config: Any) -> str | None:
+    """Why a mechanism cannot be given the masks that a model makes, if so."""
+    implementation = config._attn_implementation
+    if implementation is None or implementation.removeprefix("paged|") in _UNDERSTOOD:
+        return None
+    return (
+        f"its model uses {implementation!r}, whose masks a mechanism cannot read: call "
+        'model.set_attn_implementation("sdpa") first'
+    )
 
 
 def _with_state(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.huggingface.columns import check_positions
+from attention_modules.hosts.layer_call import CACHES
 
 _COUNTS = "attnswap_counts"  # of a model that checks its positions: the mechanism's name, and whether distances will do
 
@@ -38,8 +39,8 @@ def _takes_positions(kind: Any) -> bool:
 def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)) | kwargs
     positions, mask = given.get("position_ids"), given.get("attention_mask")
-    past = given.get("past_key_values")
-    if past is not None and past.get_seq_length():  # the layer refuses a part of the sequence, and names the cure
+    pasts = [given[name] for name in CACHES if hasattr(given.get(name), "get_seq_length")]
+    if any(past.get_seq_length() for past in pasts):  # the layer refuses a part of the sequence, and names the cure
         return
     if isinstance(positions, Tensor):
         name, by_distance = module.__dict__[_COUNTS]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import AttentionSwapError, acting_mechanism
 from attention_modules.hosts.discovery import Found, Survey, survey
+from attention_modules.hosts.model.moved import differ, orders_of
 from attention_modules.sharing import READS, connect, read_by, stacks
 
 
@@ -59,6 +60,7 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
     layers = {layer.name: layer for layer in found.layers}
     needs = {name: mechanism.needs for name, mechanism in mechanisms.items() if mechanism is not None}
     reads = {name: sources for stack in stacks(names).values() for name, sources in read_by(needs, stack).items()}
+    stack_of = {name: stack for stack in stacks(names).values() for name in stack}
     for name, layer in asking.items():
         what = f"{type(mechanisms[name]).__name__} reads the values of"
         if layer.cross:
@@ -70,7 +72,7 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
                     f"{what} {source!r}, which nothing was put into: swap that layer too, with 'softmax' where it is "
                     "to stay as it is",
                 )
-            reason = _misfit(layer, layers[source])
+            reason = _misfit(layer, layers[source]) or _moved(found, stack_of[name], name, source)
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
     for stack, members in stacks(names).items():
@@ -100,7 +102,31 @@ def _misfit(layer: Found, source: Found) -> str | None:
     if sizes[0] != sizes[1]:
         own, other = (f"{heads} heads of width {width}" for heads, width in sizes)
         return f"it has {own}, the other {other}"
-    return layer.host.limits(layer.module).sharing
+    given = source.host.limits(source.module).sharing
+    return layer.host.limits(layer.module).sharing or (given and f"there {given}")
+
+
+def _moved(found: Survey, stack: Sequence[str], name: str, source: str) -> str | None:
+    """Whether what is around two layers of a stack gives them their tokens in other places."""
+    blocks = {each: _around(found, stack, each) for each in (name, source)}
+    modules = {found.modules[each]: found.modules[block] for each, block in blocks.items() if block is not None}
+    if len(modules) < 2 or not differ(*orders_of(found.modules[""], modules).values()):
+        return None
+    return (
+        f"{blocks[source]!r} and {blocks[name]!r} give them their tokens in other places (one flips, rolls, cuts or "
+        "transposes them otherwise), so that a token would get values of another one"
+    )
+
+
+def _around(found: Survey, stack: Sequence[str], name: str) -> str | None:
+    """The outermost module with a forward that holds this layer of a stack, and no other of it; None for the layer."""
+    parts, levels = name.split("."), zip(*(each.split(".") for each in stack), strict=False)
+    first = next((depth for depth, level in enumerate(levels, 1) if len(set(level)) > 1), len(parts))
+    for depth in range(first, len(parts)):
+        outer = ".".join(parts[:depth])
+        if type(found.modules[outer]).forward is not nn.Module.forward:
+            return outer
+    return None
 
 
 def _refuse(name: str, reason: str) -> None:

@@ -1,16 +1,96 @@
-"""Models that drop tokens between their embedding and their layers: there a column is no position."""
+"""What makes the tokens of a network: where it drops some, or cuts an image otherwise, a column is no position."""
 
 from __future__ import annotations
 
-from torch import nn
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from attention_modules.hosts.base import Swapped
 
 
-def dropped_refusal(model: nn.Module) -> str | None:
-    """Why a mechanism that counts columns has no place in a model, if it drops tokens."""
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind.startswith("PatchDropout") and getattr(module, "prob", 0.0) > 0:
-            return f"{name} drops tokens in training, and the mechanism counts columns: build it with patch_drop_rate=0"
-        if kind.endswith("MAEEmbeddings"):
-            return f"{name or kind} drops and shuffles tokens, and the mechanism counts columns: take one that does not"
+def dropped_refusals(modules: Mapping[str, nn.Module], layers: Sequence[str]) -> dict[str, str]:
+    """Why a mechanism that counts columns has no place in layers, of those that are given a part of the tokens.
+
+    Args:
+        modules: of a model, by name.
+        layers: names of all attention layers among them.
+    """
+    reasons = {name: _drops(name, module) for name, module in modules.items()}
+    return {layer: why for name, why in reasons.items() if why is not None for layer in _fed_by(name, layers)}
+
+
+def _drops(name: str, module: nn.Module) -> str | None:
+    kind, name = type(module).__name__, name or type(module).__name__
+    if kind.startswith("PatchDropout") and getattr(module, "prob", 0.0) > 0:
+        return f"{name} drops tokens in training, and the mechanism counts columns: build it with patch_drop_rate=0"
+    if kind.endswith(("MAEEmbeddings", "VideoMAEDecoder", "VJEPA2PredictorEmbeddings")):
+        return f"{name} drops and shuffles tokens, and the mechanism counts columns: take one that does not"
     return None
+
+
+def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequence[str]) -> None:
+    """Have each convolution that cuts images check their grid, where a layer that it feeds counts columns.
+
+    Args:
+        model: whose checks are set anew.
+        modules: of it, by name.
+        layers: names of all attention layers among them.
+    """
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if _is_check(hook)]:
+            del module._forward_hooks[key]
+    for name, owner in modules.items():
+        for child, part in owner.named_children():
+            grid = _grid(owner, part)
+            if grid is None:
+                continue
+            fed = [modules[layer] for layer in _fed_by(f"{name}.{child}", layers)]
+            counts = (type(each.mechanism) for each in fed if isinstance(each, Swapped) and _counts(each))
+            if (mechanism := next(counts, None)) is not None:
+                part.register_forward_hook(partial(_check_grid, mechanism.__name__, grid))
+
+
+def _fed_by(name: str, layers: Sequence[str]) -> list[str]:
+    """The layers in the innermost module that holds some beside the one of this name."""
+    parts = name.split(".")
+    around = ["".join(f"{part}." for part in parts[:depth]) for depth in range(len(parts), -1, -1)]
+    held = ([layer for layer in layers if layer.startswith(prefix)] for prefix in around)
+    return next(filter(None, held), [])
+
+
+def _counts(layer: Swapped) -> bool:
+    return layer.mechanism.counts_columns or layer.mechanism.counts_distances
+
+
+def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
+    """How many patches an image has in each direction, where the owner of a convolution says for what size it is."""
+    size = getattr(owner, "img_size", getattr(owner, "image_size", None))
+    if not isinstance(part, nn.Conv2d) or size is None:
+        return None
+    known = getattr(owner, "grid_size", None)
+    if isinstance(known, Sequence):
+        return tuple(known)
+    sizes = zip(size if isinstance(size, Sequence) else (size, size), part.kernel_size, part.stride, strict=True)
+    return tuple((pixels - width) // step + 1 for pixels, width, step in sizes)
+
+
+def _is_check(hook: object) -> bool:
+    return isinstance(hook, partial) and hook.func is _check_grid
+
+
+def _check_grid(mechanism: str, grid: tuple[int, ...], part: nn.Module, given: object, patches: Tensor) -> None:
+    """Refuse as many patches in other places; another number is refused by the layers.
+
+    Raises:
+        RuntimeError: if the grid is another one of as many patches.
+    """
+    now = tuple(patches.shape[-2:])
+    if now != grid and math.prod(now) == math.prod(grid):
+        raise RuntimeError(
+            f"{mechanism} counts columns, which are patches in {grid[0]} rows of {grid[1]}, and this image has "
+            f"{now[0]} rows of {now[1]}: give images of that shape, or choose another mechanism"
+        )

@@ -18,6 +18,11 @@ from attention_modules.mechanisms.softmax import SoftmaxAttention
 def tell_when_saved(model: nn.Module) -> None:
     """Have such models with swapped layers warn when they are saved, and say how the folder is read."""
     attach(model, "save_pretrained", _save_and_tell, _concerned)
+    for part in model.modules():
+        for key in [key for key, hook in part._state_dict_pre_hooks.items() if hook is _tell_of_adapters]:
+            del part._state_dict_pre_hooks[key]
+    if any(isinstance(part, Swapped) for part in model.modules()):
+        model.register_state_dict_pre_hook(_tell_of_adapters)
 
 
 def _concerned(module: nn.Module) -> bool:
@@ -29,11 +34,35 @@ def _of_peft(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "peft"  # writes adapters alone, and is told of them
 
 
+def _acting(model: nn.Module) -> list[nn.Module]:
+    """The mechanisms in a model's layers other than plain softmax."""
+    found = (acting_mechanism(part.mechanism) for part in model.modules() if isinstance(part, Swapped))
+    return [each for each in found if each is not None and type(each) is not SoftmaxAttention]
+
+
+def _tell_of_adapters(model: nn.Module, prefix: str, keep: bool) -> None:
+    """Say what a peft model's folder lacks, when its state is taken; nothing of ours runs where it is read."""
+    if (prefix.startswith("base_model.model.") or _of_peft(type(model))) and (acting := _acting(model)):
+        held = [part.mechanism for part in model.modules() if isinstance(part, Swapped)]
+        unsaved = sum(not _of_peft(type(each)) and next(each.parameters(), None) is not None for each in held)
+        lost = (
+            f"the Parameters of {unsaved} mechanisms are in no file of it, where "
+            "LoraConfig(modules_to_save=['mechanism']) would have them; "
+            if unsaved
+            else ""
+        )
+        warnings.warn(
+            f"peft saves the adapters of a model with {len(acting)} swapped attention layers "
+            f"({type(acting[0]).__name__}), of which its folder does not tell: PeftModel.from_pretrained computes "
+            "plain attention without a word, unless the base model is swapped as this one first; "
+            f"{lost}or save what merge_and_unload() returns",
+            stacklevel=2,
+        )
+
+
 def _save_and_tell(model: Any, *args: Any, **kwargs: Any) -> Any:
     """``save_pretrained`` of a model with swapped layers."""
-    found = (acting_mechanism(part.mechanism) for part in model.modules() if isinstance(part, Swapped))
-    acting = [mechanism for mechanism in found if type(mechanism) is not SoftmaxAttention]
-    if acting:
+    if acting := _acting(model):
         kind = type(model).__name__
         warnings.warn(
             f"saving {len(acting)} swapped attention layers ({type(acting[0]).__name__}), of which the folder does not "

@@ -6,12 +6,14 @@ import ast
 import dis
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -28,9 +30,11 @@ KERNELS = (
     "memory_efficient_attention",
     "sageattn",
 )
+_MISSING = object()
 _DEPTH = 5  # of functions that call functions
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
-_LOADS = {*_ATTRIBUTES, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FAST"}
+_LOCALS = {"LOAD_FAST", "LOAD_FAST_BORROW"}
+_LOADS = {*_ATTRIBUTES, *_LOCALS, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF"}
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,22 @@ def calls_of(module: nn.Module) -> Calls:
     forward = getattr(type(module), "forward", None)
     calls = Calls()
     if isinstance(forward, FunctionType):
-        _Walk(module, calls).function(forward, module, _DEPTH)
+        _Walk(calls).function(forward, module, _DEPTH)
     return calls
+
+
+def other_entries(kind: type[nn.Module]) -> dict[str, FunctionType]:
+    """Methods of a class that call the function, and that its forward does not use."""
+    walk = _Walk(Calls())
+    walk.function(kind.forward, kind, _DEPTH)
+    found: dict[str, FunctionType] = {}
+    for name in dir(kind):
+        method, calls = inspect.getattr_static(kind, name), Calls()
+        if isinstance(method, FunctionType) and inspect.unwrap(method).__code__ not in walk.seen:
+            _Walk(calls).function(method, kind, _DEPTH)
+            if calls.sites or calls.unreached:
+                found[name] = method
+    return found
 
 
 def parts_that_call(module: nn.Module) -> list[str]:
@@ -89,8 +107,7 @@ def parts_that_call(module: nn.Module) -> list[str]:
 
 
 class _Walk:
-    def __init__(self, module: nn.Module, calls: Calls) -> None:
-        self.module = module
+    def __init__(self, calls: Calls) -> None:
         self.calls = calls
         self.seen: set[CodeType] = set()
 
@@ -113,7 +130,7 @@ class _Walk:
         modules = [value for name in code.co_names if isinstance(value := function.__globals__.get(name), ModuleType)]
         self.calls.products += _products(code)
         for kind, name, line in _names(code):
-            for value in _values(kind, name, function, owner, modules):
+            for value in _values(kind, name, function, owner, modules, _imported(code)):
                 self._met(name, value, owner, line, depth, source)
 
     def _met(self, name: str, value: Any, owner: object, line: int, depth: int, source: _Source) -> None:
@@ -124,9 +141,9 @@ class _Walk:
             known = self.calls.sites if site.reached else self.calls.unreached
             if site not in known:
                 known.append(site)
-        elif name in KERNELS and callable(value):
-            self.calls.kernels.append(f"{getattr(value, '__module__', '')}.{name}".lstrip("."))
-        elif name == "softmax" and (value is None or not isinstance(value, nn.Module)):
+        elif (kernel := _kernel(name, value)) is not None:
+            self.calls.kernels.append(kernel)
+        elif isinstance(value, nn.Softmax) or (name == "softmax" and not isinstance(value, nn.Module)):
             if (site := source.site(line, name)).reached:
                 self.calls.softmax.append(site)
         elif isinstance(value, (FunctionType, MethodType)):
@@ -150,24 +167,63 @@ def _names(code: CodeType) -> list[tuple[str, str, int]]:
 
 
 @functools.lru_cache(maxsize=4096)
+def _imported(code: CodeType) -> dict[str, str]:
+    """What a code imports from modules itself: by its name there, that in the module."""
+    steps = [*dis.get_instructions(code)]
+    pairs = ((step, after) for step, after in itertools.pairwise(steps) if step.opname == "IMPORT_FROM")
+    return {str(after.argval): str(step.argval) for step, after in pairs}
+
+
+def _kernel(name: str, value: Any) -> str | None:
+    """The kernel of another library, or the program, that a name stands for, if so; its value is None if unknown."""
+    if isinstance(value, torch.jit.ScriptFunction):
+        return f"{name}, a program of torch.jit.script" if NAME in str(value.code) else None
+    if value is None:
+        return name if name in KERNELS else None
+    if isinstance(value, _Imported):
+        return str(value)
+    called = inspect.unwrap(value) if callable(value) else None  # flex_attention is compiled, mostly
+    found = getattr(called, "__name__", None)
+    if called is None or not {name, found} & {*KERNELS}:
+        return None
+    return f"{getattr(called, '__module__', '')}.{found or name}".lstrip(".")
+
+
+class _Imported(str):
+    """A kernel that a function imports when it runs."""
+
+
+@functools.lru_cache(maxsize=4096)
 def _products(code: CodeType) -> int:
     named = sum(name in ("matmul", "bmm", "baddbmm", "einsum") for _, name, _ in _names(code))
     steps = ((step.opname, step.argrepr) for step in dis.get_instructions(code))
     return named + sum(name == "BINARY_MATRIX_MULTIPLY" or shown == "@" for name, shown in steps)
 
 
-def _values(kind: str, name: str, function: FunctionType, owner: object, modules: list[ModuleType]) -> Iterator[Any]:
+def _values(
+    kind: str, name: str, function: FunctionType, owner: object, modules: list[ModuleType], imported: dict[str, str]
+) -> Iterator[Any]:
     """What a name that an instruction loads may stand for; None for an attribute of something unknown."""
     if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
-        yield function.__globals__.get(name)
+        if name in function.__globals__:
+            yield function.__globals__[name]
     elif kind in _ATTRIBUTES:
         known = [vars(module)[name] for module in modules if name in vars(module)]
         called = name in ("forward", "__call__")  # of a child, unless it is super's
-        own = _above(function, owner, name) if called else inspect.getattr_static(owner, name, None)
-        if name == NAME and not known and own is None:  # torch.nn.functional.scaled_dot_product_attention
+        own = _above(function, owner, name) if called else inspect.getattr_static(owner, name, _MISSING)
+        part = vars(owner).get("_modules", {}).get(name) if isinstance(owner, nn.Module) else None
+        if name == NAME and not known and own is _MISSING:  # torch.nn.functional.scaled_dot_product_attention
             known = [TARGET]
         yield from known
-        yield getattr(own, "__func__", own)
+        if own is not _MISSING:
+            yield from () if own is None else (getattr(own, "__func__", own),)
+        elif part is not None or not known:
+            yield part
+    elif name in imported:
+        if imported[name] == NAME:
+            yield TARGET
+        elif imported[name] in KERNELS:
+            yield _Imported(imported[name])
     else:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if name in cells:

@@ -18,7 +18,8 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
-from attention_modules.hosts.sdpa.record import Call, Seam, Source, known, tried
+from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
+from attention_modules.hosts.sdpa.seam import Call, Seam, Source
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import did_you_mean
@@ -59,8 +60,8 @@ def declare_host(
         query_norm: of the module that normalizes queries after the projection, if there is one.
 
     Raises:
-        TypeError: if ``kind`` is no module's class, or the projections are neither ``qkv``, nor ``q`` and ``kv``, nor
-            ``q``, ``k`` and ``v``.
+        TypeError: if ``kind`` is no module's class, or one of PyTorch's own, the projections are neither ``qkv``, nor
+            ``q`` and ``kv``, nor ``q``, ``k`` and ``v``, or a name or a number is none.
         ValueError: if the import path names nothing.
 
     Example:
@@ -86,10 +87,20 @@ def declare_host(
             raise ValueError(f"kind={kind!r} is no import path of a class: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise TypeError(f"kind must be a class of modules, or its import path, got {kind!r}")
+    if kind.__module__.partition(".")[0] == "torch":
+        raise TypeError(f"kind must be your attention class; all kinds of models are made of {kind.__qualname__}")
     named = {"qkv": qkv, "q": q, "k": k, "v": v, "kv": kv}
     given = {letters: path for letters, path in named.items() if path is not None}
     if set(given) not in ({"qkv"}, {"q", "kv"}, {"q", "k", "v"}):
         raise TypeError(f"declare qkv=, or q= and kv=, or q=, k= and v=; got {', '.join(given) or 'none'}")
+    for argument, name in {**named, "out": out, "query_norm": query_norm}.items():
+        if name is not None and (not isinstance(name, str) or not name):
+            raise TypeError(f"{argument} must be the name of a part of {kind.__name__}, a string, got {name!r}")
+    for argument, of in {"heads": heads, "kv_heads": heads if kv_heads is None else kv_heads}.items():
+        if not of or not isinstance(of, (int, str)) or isinstance(of, bool) or (isinstance(of, int) and of < 1):
+            raise TypeError(f"{argument} must be a number of at least 1, or the attribute that holds it, got {of!r}")
+    if causal is not None and not isinstance(causal, bool):
+        raise TypeError(f"causal must be True, False or None, got {causal!r}")
     parts = tuple((path, letters) for letters, path in given.items())
     register_host(DeclaredHost(kind, parts, heads, heads if kv_heads is None else kv_heads, out, causal, query_norm))
 
@@ -160,11 +171,26 @@ class DeclaredHost(SDPAHost):
             return layer.seam
         if self._known is not None:
             return self._known
+        if not any(each.is_meta for each in layer.parameters()):
+            return self._shown(layer)
+        if layer not in (seams := known().seams):
+            with knowing(Record()):
+                seams[layer] = self._shown(with_values(layer))
+        return seams[layer]
+
+    def _shown(self, layer: nn.Module) -> Seam:
+        """What a call of the layer shows, checked."""
         widths = self._widths(layer)
+        for path in filter(None, (self.out, self.query_norm)):
+            self._at(layer, path)
         record = known() if layer in known().inside else tried(layer, self._inputs(layer))
         calls, times = record.inside.get(layer, []), record.each_forward(layer)
         if times != 1:
             raise self._unchecked(f"it calls scaled_dot_product_attention {times} times" if calls else _no_call(layer))
+        if not calls[0].tells(layer):
+            calls = tried(layer, self._inputs(layer)).inside.get(layer, [])
+            if not calls or not calls[0].tells(layer):
+                raise self._unchecked("the example gives it nothing but zeros, or numbers that are not finite")
         return self._checked(layer, calls[0], widths)
 
     def _unchecked(self, reason: str) -> AttentionSwapError:

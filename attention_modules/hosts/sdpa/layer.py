@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +19,9 @@ from attention_modules.base import AttentionSpec
 from attention_modules.hosts.base import Host, Swapped, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
-from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, parts_that_call
-from attention_modules.hosts.sdpa.record import Seam, known, tried
+from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries, parts_that_call
+from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
+from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism
@@ -27,6 +30,10 @@ _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 # Of whose layers other hosts say what fits.
 LIBRARIES = ("attention_modules", "mmcv", "mmseg", "timm", "torch", "transformers")
 
+_MOVED = (
+    "its {} are not of the tokens in their places (it flips, rolls, sorts or mixes them), and what a mechanism reads "
+    "of a token would act for another one; choose a mechanism that needs no input"
+)
 
 Given = tuple[tuple[Any, ...], dict[str, Any]]  # a call's arguments
 
@@ -41,10 +48,15 @@ class _Acting(TorchFunctionMode):
         self.calls = 0
         self.trains = torch.is_grad_enabled()
 
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What the layer's own function gives."""
+        with self:
+            return function(*args, **kwargs)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not TARGET:
+        if func is not TARGET or _acted_already():
             return func(*args, **(kwargs or {}))
         self.calls += 1
         if self.trains and not torch.compiler.is_compiling() and _runs_again():
@@ -56,10 +68,22 @@ class _Acting(TorchFunctionMode):
         return self.layer.act(self.given, *args, **(kwargs or {}))
 
 
+def _acted_already() -> bool:
+    """Whether the call stands in a graph that TorchDynamo made of a part of the layer, with the mechanism in it.
+
+    Most backends lower such a graph; ``backend="eager"`` runs it as it is, in this mode.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    graph: Any = sys._getframe(2)
+    made = graph.f_code.co_filename.startswith("<eval_with_key>") and graph.f_back is not None
+    return bool(made and graph.f_back.f_code.co_filename.endswith("eval_frame.py"))
+
+
 def _runs_again() -> bool:
     """Whether a checkpoint or an autograd.Function stands between the layer's forward and its call."""
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code is not SwappedSDPA.forward.__code__:
+    while frame is not None and frame.f_code is not _Acting.run.__code__:
         first = frame.f_code.co_varnames[:1] if frame.f_code.co_name == "forward" else ()
         if frame.f_code.co_filename == _CHECKPOINT or (
             first and isinstance(frame.f_locals.get(first[0]), torch.autograd.function.FunctionCtx)
@@ -75,6 +99,11 @@ class SwappedSDPA(Swapped):
     host: ClassVar[SDPAHost]  # type: ignore[misc]
     seam: Seam
 
+    @classmethod
+    def members(cls, plain: type[nn.Module]) -> dict[str, Any]:
+        """Methods beside the forward that call the function, as ``forward_list``: the mechanism acts there too."""
+        return {name: _acted_in(method) for name, method in other_entries(plain).items()}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own.
 
@@ -82,8 +111,7 @@ class SwappedSDPA(Swapped):
             RuntimeError: if it did not call ``scaled_dot_product_attention`` exactly once.
         """
         acting = _Acting(self, (args, kwargs))
-        with acting:
-            out = super().forward(*args, **kwargs)
+        out = acting.run(super().forward, *args, **kwargs)
         if acting.calls != 1:
             raise RuntimeError(
                 f"{self._shown()} called scaled_dot_product_attention {acting.calls} times in this forward, and its "
@@ -199,6 +227,16 @@ class SwappedSDPA(Swapped):
         return f"{self.plain_class.__name__} {name!r}" if name else self.plain_class.__name__
 
 
+def _acted_in(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a layer that is called beside its forward; the mechanism acts in each call that it makes."""
+
+    @functools.wraps(method)
+    def acted_in(self: SwappedSDPA, *args: Any, **kwargs: Any) -> Any:
+        return _Acting(self, ((), {})).run(method, self, *args, **kwargs)
+
+    return acted_in
+
+
 def _with_heads(tensor: Tensor) -> Tensor:
     """``[B, H, N, d]``: of ``[B, N, d]`` with one head, of more dimensions with the first ones as one."""
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.flatten(0, -4)
@@ -298,7 +336,19 @@ class SDPAHost(Host):
             return self._known
         record = known() if layer in known().calls else tried(layer)
         calls = record.calls.get(layer)
-        return replace(calls[0].seam(layer), calls=record.each_forward(layer)) if calls else Seam()
+        if not calls:
+            return Seam()
+        seam = replace(calls[0].seam(layer), calls=record.each_forward(layer))
+        return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
+
+    def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:
+        """With the order of tokens where the layer does not show it, being without values, or its projections zeros."""
+        if layer not in (seams := known().seams):
+            seams[layer] = Seam()
+            with knowing(Record()), contextlib.suppress(Exception):  # whatever a stranger's copy raises
+                calls = tried(twin := with_values(layer)).calls.get(twin, [])
+                seams[layer] = calls[0].seam(twin) if calls else Seam()
+        return replace(seam, **{name: getattr(seams[layer], name) for name in ORDER if getattr(seam, name) is None})
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         seam = self.seam(layer)
@@ -340,11 +390,20 @@ class SDPAHost(Host):
             of=self._uneven(layer),
             with_input=self._inputless(layer),
             without_query=self._undeclared(layer),
+            sharing=self._unordered(layer),
         )
+
+    def _unordered(self, layer: nn.Module) -> str | None:
+        """Why its values are not those of the tokens that other layers' are of."""
+        if self.seam(layer).ordered_values is not False:
+            return None
+        return "it moves its tokens (flips, rolls, sorts, cuts, mixes them) before it makes values of them"
 
     def _inputless(self, layer: nn.Module) -> str | None:
         """Why mechanisms that need the layer's input have none, where that is known before the call."""
         seam = self.seam(layer)
+        if seam.ordered is False:
+            return _MOVED.format("queries")
         if seam.heads is None or seam.dim is not None:
             return None
         return (
@@ -358,6 +417,8 @@ class SDPAHost(Host):
         uneven = seam.uneven and not seam.cross
 
         def refusal(built: AttentionMechanism) -> str | None:
+            if "x" in built.needs and built.one_query_per_key and seam.ordered_keys is False and not seam.cross:
+                return _MOVED.format("keys")
             if not uneven or (built.uses_query and not built.one_query_per_key):
                 return None
             return f"it has other numbers of keys than of queries, and {type(built).__name__} needs one query for each"

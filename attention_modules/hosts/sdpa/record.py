@@ -19,162 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.sdpa.calls import TARGET
+from attention_modules.hosts.sdpa.seam import Call, Place, Seam
 from attention_modules.mechanisms.shared.probe import unobserved
 
 _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an argument of a forward stands: at a position, None where it can only be named, and by its name."""
-
-    position: int | None
-    name: str
-
-    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a call gives there; None where it gives nothing."""
-        if self.position is None or self.name in kwargs:
-            return kwargs.get(self.name)
-        return args[self.position] if self.position < len(args) else None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A sequence that a module was given.
-
-    Args:
-        place: of the argument.
-        x: ``[B, N, C]``.
-        batch_first: whether it was given so, and not as ``[N, B, C]``.
-    """
-
-    place: Place
-    x: Tensor
-    batch_first: bool
-
-
-@dataclass(frozen=True)
-class Seam:
-    """What a call says of its layer; None where it cannot be told.
-
-    Args:
-        dim: width of the layer's input, C.
-        heads: H.
-        key_heads: heads of keys and values, which groups of query heads share.
-        head_dim: width of a query.
-        value_dim: width of a value.
-        causal: whether it hides the future.
-        cross: whether the queries are of other tokens than the keys.
-        uneven: whether there is not one query for each key.
-        scale: factor on the logits, 1/sqrt(d) where None.
-        by_head: whether each head has its query, key and value together in the layer's projection.
-        turned: whether positions turn queries and keys after the layer's projections.
-        calls: how many calls one forward makes, its children's too.
-        batch_first: whether the layer is given ``[B, N, C]``, and not ``[N, B, C]``.
-        asking: which of its arguments the queries are made of.
-        given: all of its arguments that are sequences.
-    """
-
-    dim: int | None = None
-    heads: int | None = None
-    key_heads: int | None = None
-    head_dim: int | None = None
-    value_dim: int | None = None
-    causal: bool = False
-    cross: bool = False
-    uneven: bool = False
-    scale: float | None = None
-    by_head: bool = False
-    turned: bool = False
-    calls: int = 1
-    batch_first: bool = True
-    asking: Place | None = None
-    given: tuple[Place, ...] = ()
-
-
-@dataclass
-class Call:
-    """One call, and the modules whose forward ran around it, outermost first, each with what it was given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    causal: bool
-    scale: float | None
-    around: list[tuple[nn.Module, dict[Place, Tensor]]]
-
-    def given(self, module: nn.Module) -> dict[Place, Tensor]:
-        """What one of the modules around was given."""
-        return next(given for outer, given in self.around if outer is module)
-
-    def sources(self, module: nn.Module, made: Tensor) -> list[Source]:
-        """The sequences that the module was given of which these queries, keys or values may be made."""
-        places = [*self.given(module).items()]
-        of = _sources(made, [x for _, x in places])
-        laid = ((place, x, _lies(x, made)) for at, (place, x) in enumerate(places) if not of or at in of)
-        return [
-            Source(place, x if first else x.transpose(0, 1), first) for place, x, first in laid if first is not None
-        ]
-
-    def seam(self, module: nn.Module) -> Seam:
-        """What it says of one of the modules around it."""
-        flat, source = self.q.dim() == 3, next(iter(self.sources(module, self.q)), None)
-        return Seam(
-            None if source is None else source.x.shape[-1],
-            1 if flat else self.q.shape[-3],
-            1 if flat else self.k.shape[-3],
-            self.q.shape[-1],
-            self.v.shape[-1],
-            self.causal,
-            self._is_cross(),
-            self.k.shape[-2] != self.q.shape[-2],
-            self.scale,
-            batch_first=source is None or source.batch_first,
-            asking=None if source is None else source.place,
-            given=tuple(place for place, x in self.given(module).items() if x.dim() == 3),
-        )
-
-    def _is_cross(self) -> bool:
-        """Whether queries and keys are made of different tensors that the module with the projections was given."""
-        for module, given in reversed(self.around):
-            if next(module.parameters(), None) is not None:
-                of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
-                if of_query and of_key and of_query.isdisjoint(of_key):
-                    return True
-        return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
-
-
-def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
-    """Which of the tensors another one depends on."""
-    if not given or not made.requires_grad:
-        return set()
-    with torch.inference_mode(False), torch.enable_grad():
-        found = torch.autograd.grad(made.float().sum(), list(given), allow_unused=True, retain_graph=True)
-    return {index for index, gradient in enumerate(found) if gradient is not None}
-
-
-def _lies(x: Tensor, made: Tensor) -> bool | None:
-    """Whether ``x`` lies as ``[B, N, C]``, of whose tokens these queries, keys or values are; False for ``[N, B, C]``.
-
-    None where it has another length, or another batch.
-    """
-    if x.dim() != 3:
-        return None
-    tokens, folded = made.shape[-2], made.dim() == 3  # folded: heads may lie in the batch
-    if x.shape[1] == tokens and (x.shape[0] != tokens or made.dim() != 4 or _apart_in(0, made, x)):
-        return True
-    if x.shape[0] != tokens or made.shape[0] % max(x.shape[1], 1) or (made.shape[0] != x.shape[1] and not folded):
-        return None
-    return False if x.shape[1] != tokens or _apart_in(1, made, x) else None
-
-
-def _apart_in(dim: int, made: Tensor, x: Tensor) -> bool:
-    """Whether the first sample of ``made`` is of the first slice of ``x`` in this dimension alone."""
-    if x.shape[dim] == 1 or not made.requires_grad or x.is_meta:
-        return dim == 0
-    with torch.inference_mode(False), torch.enable_grad():
-        (slope,) = torch.autograd.grad(made[0].float().sum(), x, allow_unused=True, retain_graph=True)
-    return slope is None or not bool(slope.narrow(dim, 1, x.shape[dim] - 1).any())
 
 
 class _Recorder(TorchFunctionMode):
@@ -216,6 +64,12 @@ class Record:
     """Of any module, its children's calls too."""
     alone: dict[nn.Module, Record] = field(default_factory=dict)
     """What trials of layers showed meanwhile."""
+    seams: dict[nn.Module, Seam] = field(default_factory=dict)
+    """What copies with values showed of layers without."""
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """What the model was given."""
+    orders: dict[nn.Module, tuple[torch.Size, Tensor] | None] = field(default_factory=dict)
+    """Where layers have their tokens from (:mod:`attention_modules.hosts.model.moved`)."""
 
     def each_forward(self, module: nn.Module) -> int:
         """How many calls one forward of the module makes, its children's too; it may run several times."""
@@ -234,12 +88,12 @@ def recorded(model: nn.Module, example: Any) -> Record:
         example: what it takes: a tensor, a tuple of arguments, or a dict of arguments by name.
     """
     of: dict[nn.Module, nn.Module] = {}
-    twin = _copy(model, of)
-    recorder, found = _Recorder(), Record()
+    twin = copy_of(model, of)
+    recorder, found = _Recorder(), Record(example=arguments(example))
     for module in twin.modules():
         module.register_forward_pre_hook(_entering(recorder), with_kwargs=True)
         module.register_forward_hook(_leaving(recorder), always_call=True)
-    args, kwargs = arguments(example)
+    args, kwargs = found.example or ((), {})
     devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=sorted(devices)), recorder:
         twin(*args, **kwargs)
@@ -336,7 +190,7 @@ def _features(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
 
 
-def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn.Module] | None = None) -> nn.Module:
+def copy_of(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn.Module] | None = None) -> nn.Module:
     """The module without hooks and in evaluation mode, with the same Parameters and buffers of its own."""
     known = {} if known is None else known
     if id(module) in known:
@@ -354,7 +208,7 @@ def _copy(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn
     vars(twin)["training"] = False
     vars(twin)["_buffers"] = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
     vars(twin)["_modules"] = {
-        name: None if child is None else _copy(child, of, known) for name, child in module._modules.items()
+        name: None if child is None else copy_of(child, of, known) for name, child in module._modules.items()
     }
     of[twin] = module
     return twin
@@ -374,6 +228,15 @@ def _own(value: Any, known: dict[int, Any] | None = None) -> Any:
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         own = known[id(value)] = value.clone()
     return own
+
+
+def with_values(layer: nn.Module) -> nn.Module:
+    """A copy of a layer of the meta device, on the CPU, with values as good as any."""
+    twin, drawn = copy.deepcopy(layer).to_empty(device="cpu"), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in (*twin.parameters(), *twin.buffers()):
+            x.normal_(generator=drawn) if x.is_floating_point() else x.fill_(1)
+    return twin
 
 
 def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:

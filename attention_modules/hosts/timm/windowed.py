@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.hosts.base import Host, Swapped
-from attention_modules.hosts.limits import Limits
+from attention_modules.hosts.limits import SHIFTED, Limits
 from attention_modules.hosts.projections import JOINT_OWN_BIASES, Widths
 from attention_modules.hosts.timm.base import SwappedTimm
 from attention_modules.hosts.timm.biased import BiasedHost
@@ -33,6 +33,8 @@ def windows_bias(bias: Tensor, mask: Tensor | None, windows: int) -> Tensor:
 class SwappedSwin(SwappedTimm):
     """Swin's forward."""
 
+    masks_tokens = False
+
     def forward(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
         bias = windows_bias(self._get_rel_pos_bias(), mask, x.shape[0])
         return self._leave(self._mix(*self._split(x), bias))
@@ -49,8 +51,7 @@ class ShiftedHost(WindowHost):
     """A layer whose windows are shifted in every other block."""
 
     def limits(self, layer: Any) -> Limits:
-        shifted = "its windows are shifted from block to block, so that its tokens are not those of the other layers"
-        return replace(super().limits(layer), sharing=shifted)
+        return replace(super().limits(layer), sharing=SHIFTED)
 
 
 class SwinHost(ShiftedHost):
@@ -67,6 +68,8 @@ class SwappedCosine(SwappedTimm):
 
     So q kᵀ has the scale once, and without a query k kᵀ has it too.
     """
+
+    masks_tokens = False
 
     def _cosine(self: Any, x: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v, x = self._split(x)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attention_modules.kernels import recomputed, without_autocast
 from attention_modules.masks import require
+from attention_modules.mechanisms.linear import fla
 from attention_modules.mechanisms.shared.chunks import refuse_free_length
 
 CHUNK = 64  # tokens whose pairs are compared: half as many are as fast, twice as many slower
@@ -76,6 +77,8 @@ def linear_operator(
             return (q.to(wide) @ state).to(v.dtype), state
         if log_decay is not None and log_decay.dim() == 1:
             log_decay = log_decay[None, :, None].expand(1, heads, number)
+        if fla.covers(q, v, starts):
+            return fla.by_kernels(*_seen(q, k, v, log_decay, beta, tokens), state, scale)
         if starts is not None:
             starts = starts.unsqueeze(1)  # [B, 1, N]
         given = [None if x is None else x.split(GROUP, 2) for x in (q, k, v, log_decay, beta, tokens, starts)]
@@ -107,12 +110,7 @@ def _group(
     a = None if a is None else a.to(wide).clamp(min=FADED)
     if starts is not None:
         a = torch.zeros(1, 1, number, dtype=wide, device=q.device) if a is None else a
-    if tokens is not None:
-        zero = torch.zeros((), dtype=wide, device=q.device)
-        seen = tokens.unsqueeze(-1)
-        k, v = torch.where(seen, k.to(wide), zero), torch.where(seen, v.to(wide), zero)
-        beta = None if beta is None else torch.where(tokens, beta.to(wide), zero)
-        a = None if a is None else torch.where(tokens if a.dim() == 3 else seen, a, zero)
+    q, k, v, a, beta = _seen(q, k, v, a, beta, tokens)
     if starts is not None and a is not None:
         a = a.masked_fill(starts if a.dim() == 3 else starts.unsqueeze(-1), FADED)
     if a is not None and a.dim() == 3:
@@ -136,27 +134,38 @@ def _group(
         faded, rest, tail = (x.to(wide).exp() for x in (c, end - c, end.mT))
         past, last, replaced = q * faded, k * rest, None if gain is None else gain * faded
     if gain is None or replaced is None:
-        u, added = v, last.mT @ v
-        states = []
+        added, states = last.mT @ v, []
         for new, keep in zip(added.unbind(2), (None,) * count if tail is None else tail.unbind(2), strict=True):
             states.append(state)
             state = state + new if keep is None else torch.addcmul(new, keep, state)
+        here, past, before = (x.flatten(0, 2) for x in (pairs @ v, past, torch.stack(states, 2)))
+        out = torch.baddbmm(here, past, before, beta=scale, alpha=scale).unflatten(0, (batch, heads, count))
     else:
         solved = torch.linalg.solve_triangular(
             within[0], torch.cat([gain * v, replaced * k], -1), upper=False, unitriangular=True
         )
-        new, read = (x.flatten(0, 1) for x in solved.split([values, width], -1))
-        turned = last.flatten(0, 1).mT
-        flat, states, us = state.flatten(0, 1), [], []
+        parts = [x.flatten(0, 1).unbind(1) for x in (*solved.split([values, width], -1), last.mT, past, pairs)]
         keeps = (None,) * count if tail is None else tail.expand(batch, heads, -1, -1, -1).flatten(0, 1).unbind(1)
-        for new_i, read_i, turned_i, keep in zip(new.unbind(1), read.unbind(1), turned.unbind(1), keeps, strict=True):
-            states.append(flat.unflatten(0, (batch, heads)))
-            us.append(torch.baddbmm(new_i, read_i, flat, alpha=-1))
-            flat = torch.baddbmm(flat if keep is None else flat * keep, turned_i, us[-1])
-        state, u = flat.unflatten(0, (batch, heads)), torch.stack(us, 1).unflatten(0, (batch, heads))
-    here, past, before = (x.flatten(0, 2) for x in (pairs @ u, past, torch.stack(states, 2)))
-    out = torch.baddbmm(here, past, before, beta=scale, alpha=scale).unflatten(0, (batch, heads, count))
+        flat, outs = state.flatten(0, 1), []
+        for new, read, turned, asked, pair, keep in zip(*parts, keeps, strict=True):
+            u = torch.baddbmm(new, read, flat, alpha=-1)
+            outs.append(torch.baddbmm(asked @ flat, pair, u, beta=scale, alpha=scale))
+            flat = torch.baddbmm(flat if keep is None else flat * keep, turned, u)
+        state = flat.unflatten(0, (batch, heads))
+        out = torch.stack(outs, 1).unflatten(0, (batch, heads))
     return out.flatten(2, 3)[:, :, :number].to(out_type), state
+
+
+def _seen(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor | None, beta: Tensor | None, tokens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Tokens that are not there add nothing to the state, and let nothing of it fade."""
+    if tokens is None:
+        return q, k, v, a, beta
+    seen = tokens.unsqueeze(-1)
+    k, v = k.where(seen, 0.0), v.where(seen, 0.0)
+    beta = None if beta is None else beta.where(tokens, 0.0)
+    return q, k, v, None if a is None else a.where(tokens if a.dim() == 3 else seen, 0.0), beta
 
 
 def _of_sums(like: Tensor) -> torch.dtype:

@@ -67,7 +67,7 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
             accuracies = [classifier.mean(top1, each, 1, 100) for each in both]
             change, left = encoder.diff(cosine, name, both[0], 3), classifier.told(top1, name, "softmax", 1, 100)
             rows.append([name, " → ".join(cosines), change, " → ".join(accuracies), left])
-        heads = ["encoder: cosine", "by healing", "classifier: accuracy, %", "to softmax with the same steps, points"]
+        heads = ["encoder: cosine", "its change", "classifier: accuracy, %", "accuracy minus softmax's, same steps"]
         return markdown(["mechanism", *heads], rows)
 
     return {"drift": drift, "drift_table": drift_table, "healed": healed}

@@ -13,7 +13,7 @@ SHARES = {"all": "", "3 of 4": " 3 of 4"}
 
 
 def words(folder: Folder) -> dict[str, Callable[..., Any]]:
-    """`converted`, of all mechanisms; `gap`, what healing left of one's."""
+    """`converted`, of the language model; `encoder`, of the other; `gap`, what healing left of one's loss."""
 
     def gap(found: Folder, metric: str, name: str, teacher: str) -> str:
         """The share of what the swap cost that healing left, in percent, of the means over seeds."""
@@ -56,10 +56,26 @@ def words(folder: Folder) -> dict[str, Callable[..., Any]]:
             "mechanism",
             "loss",
             "gap left, %",
-            "to softmax with the same steps",
+            "loss minus softmax's, same steps",
             "tokens per s",
             "cache, KiB",
         ]
         return markdown(heads, rows)
 
-    return {"converted": converted, "gap": lambda name: gap(folder.folder("llama"), "test/loss", name, "teacher")}
+    def encoder(*mechanisms: str) -> str:
+        """Each mechanism in all layers and in four of six: cosine and probe, before and after healing."""
+        minilm, rows = folder.folder("minilm"), []
+        for share, end in {"all": "", "4 of 6": " 4 of 6"}.items():
+            for name in (f"{each}{end}" for each in mechanisms):
+                both = f"{name}, not healed", name
+                cosines = [minilm.mean("test/cosine_ag_news", each, 3) for each in both]
+                probes = [minilm.mean("test/probe_accuracy", each, 1, 100) for each in both]
+                left = gap(minilm, "test/cosine_ag_news", name, "softmax")
+                rows.append([share, name.removesuffix(end), " → ".join(cosines), left, " → ".join(probes)])
+        return markdown(["layers", "mechanism", "cosine", "gap left, %", "probe, %"], rows)
+
+    return {
+        "converted": converted,
+        "encoder": encoder,
+        "gap": lambda name: gap(folder.folder("llama"), "test/loss", name, "teacher"),
+    }

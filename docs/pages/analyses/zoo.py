@@ -13,14 +13,14 @@ from docs.pages.numbers import in_turn, markdown, number
 
 PARTS = {"images": ("test/top1", 1, 100.0, "higher"), "text": ("test/perplexity", 2, 1.0, "lower")}
 HEADS = ["mechanism", "images", "text", "time", "memory", "keeps a pretrained output", "when to try it"]
-NEUTRAL = {"none": "no", "its own": "yes", "at one length only": "at one length"}
+NEUTRAL = {"none": "no", "its own": "yes", "at one length only": "`start=1/ln(n)`, at n tokens only"}
 _NEUTRAL = re.compile(r"Neutral\s+start:\s+(none|its own|at one length only|`[^`]+`)")
 _GOOD_FOR = re.compile(r"Good for: (.+?)(?:[.;:\n]|, (?:in )?wh)")
 WHEN = {  # where the page says more than a clause
     "kde": "as a control of RPC-Attention and of the robust forms rkde and mom",
-    "position_bias": "as the control of `scaled`: [its page](scaled_attention.md)",
+    "position_bias": "as the control of `scaled`; measured [with it](scaled_attention.md)",
     "rpc": "its paper reports robustness of image models, [not shown here](rpc_autoattack.md)",
-    "ssa": "as ssmax, from a pretrained model on",
+    "ssa": "as ssmax, when starting from a pretrained model",
 }
 
 
@@ -66,7 +66,7 @@ def words(folder: Folder) -> dict[str, Folder | Callable[..., str]]:
             mechanism = name.partition(",")[0]
             start, good_for = _of_page(root, mechanism)
             if start != "yes":
-                start += f" ({number(drift[mechanism]['output_cosine'], 2)})"
+                start += f"; {'' if start == 'no' else 'else '}cosine {number(drift[mechanism]['output_cosine'], 2)}"
             link = f"[{name}](../explanations/mechanisms/{mechanism}.md)"
             lines.append((-worth, [link, *cells, *costs.get(name, ["", ""]), start, good_for]))
         return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda line: line[0])])

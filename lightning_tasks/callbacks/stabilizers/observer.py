@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism
+from attention_modules.function import FunctionAttention
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
@@ -68,7 +69,11 @@ _LOGITS = {"attn_mask": None, "is_causal": False, "scale": None}
 
 
 def layers_with_own_logits(layers: list[AttentionLayer]) -> str:
-    """The layers whose mechanism has logits of its own, each with the reason; "" where none has."""
-    mechanisms: dict[str, AttentionMechanism | None] = {layer.name: layer.mechanism for layer in layers}
-    own = {name: found.own_logits for name, found in mechanisms.items() if found is not None and found.own_logits}
-    return listed({name: f"{type(mechanisms[name]).__name__}: {why}" for name, why in own.items()}) if own else ""
+    """The layers whose mechanism has logits of its own, or may have, each with the reason; "" where none has."""
+    own = {}
+    for layer in layers:
+        found: AttentionMechanism | None = layer.mechanism
+        why = "a function may change q and k" if isinstance(found, FunctionAttention) else found and found.own_logits
+        if why:
+            own[layer.name] = f"{type(found).__name__}: {why}"
+    return listed(own) if own else ""

@@ -14,6 +14,7 @@ from attention_modules.extras import needed_for
 from lightning_tasks.cli.asked import check_asked, named_recipe, value_of
 from lightning_tasks.compare.arguments import executor_options, executor_parser, without_executor
 from lightning_tasks.compare.cell import Cell
+from lightning_tasks.compare.cluster.lease import is_free
 from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.runs.folder import RUNS
 
@@ -101,7 +102,7 @@ def submit_fit(arguments: Sequence[str]) -> None:
 
 
 def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> list[str]:
-    """Submit the cells that are not finished, as an array of jobs; return the numbers of the jobs.
+    """Submit the cells that are neither finished nor run, as an array of jobs; return the numbers of the jobs.
 
     Cells of several processes are an array of their own, with a task for each where the options do not say.
 
@@ -117,7 +118,7 @@ def submit(cells: Iterable[Cell], output: Path, options: Mapping[str, Any]) -> l
     output = output.resolve()
     waiting: dict[int, list[CellJob]] = {}
     for cell in cells:
-        if not cell.is_finished():
+        if not cell.is_finished() and is_free(cell.lease):
             waiting.setdefault(cell.processes, []).append(CellJob(str(output), cell.name, cell.seed))
     numbers = []
     for processes, jobs in waiting.items():

@@ -203,7 +203,7 @@ def test_bad_input(monkeypatch):
         attention_maps(model, x, rows=[9])
     with pytest.raises(ValueError, match=r"no head 2 in 'layers.0.self_attn', which has 2"):
         attention_maps(model, x, heads=2)
-    for wrong in ([], 1.5, "0", True, [[0]], torch.tensor(1.0)):
+    for wrong in ([], 1.5, "0", True, [[0]], torch.tensor(1.0), torch.tensor([True, False])):
         for name in ("heads", "rows"):
             with pytest.raises(TypeError, match=f"{name} must be an integer or some of them"):
                 attention_maps(model, x, **{name: wrong})
@@ -211,8 +211,12 @@ def test_bad_input(monkeypatch):
         assert attention_maps(model, x, heads=number, rows=number)["layers.0.self_attn"].shape == (2, 1, 1, TOKENS)
     with pytest.raises(AttentionSwapError, match=r"out of range|no layer"):
         attention_maps(model, x, layers=[5])
-    with pytest.raises(AttentionSwapError):
+    with pytest.raises(AttentionSwapError, match=r"^layers='encoder\.\*' matches no"):
         attention_maps(model, x, layers="encoder.*")
+    with pytest.raises(TypeError, match="numbers, or patterns of names, and not both"):
+        attention_maps(model, x, layers=[0, "layers.1.self_attn"])
+    with pytest.raises(ValueError, match="one map of each layer"):
+        attention_maps(model, x, rollout=True, passes=True)
     with pytest.raises(AttentionSwapError):
         attention_maps(nn.Linear(16, 16), x)
     swap_attention(model, squared, layers=[1])

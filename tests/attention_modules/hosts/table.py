@@ -115,6 +115,8 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
   `attention_maps(model, inputs, layers="cross")` shows it. A layer that attends to itself when it is swapped, and is
   given other keys later, raises an error where such a mechanism acts. A query that is a Parameter cannot be declared.
+- *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
+  layers' values. A layer that flips, rolls, sorts, cuts or mixes them before the projections is refused these by name.
 - *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
   calls flash-attn, xformers or FlexAttention, two calls in one forward. For those, and for other joint projections,
   there is {py:func}`attnswap.register_host`.
@@ -297,11 +299,13 @@ What else to know:
   makes no room for another. If a swap silences hooks that saw attention maps, a warning says so. A hook that reads the
   map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
 - Columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by the column.
-  Models of transformers check `position_ids`, and masks show padding before and between: other positions are an error.
+  Models of transformers check `position_ids`. In any layer, a mask of packed sequences, of padding before a sequence or
+  of a tree is an error; sliding windows and padding behind are not. A program of `torch.jit.trace` keeps no such check.
   Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. Vision transformers of timm, torchvision
   and transformers, and lightly's decoder, say how many tokens they have positions for. A call with fewer or more
-  (lightly's `idx_keep`, another image size, whatever `num_tokens=` says) is an error. An image of another shape with as
-  many patches is not noticed.
+  (lightly's `idx_keep`, another image size, whatever `num_tokens=` says) is an error. So is as many patches in an image
+  of another shape. VJEPA2's predictor is refused, its encoder is not.
+  Without a table of positions (DINOv3, DETR's encoder, NaFlexViT) nothing is noticed: give images of one shape.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
 - A state dict of plain attention leaves a mechanism as it is, and after `to_empty` makes it new. A warning tells of one
   that has changed since the swap.

@@ -70,7 +70,7 @@ def test_the_future_stays_hidden(family: str, mechanism: str, implementation: st
     mask = (~padding_mask()).long().flip(1) if padded else None  # padding on the left, as for generation
     tokens = token_ids()
     if padded and mechanism == "position_bias":
-        with pytest.raises(RuntimeError, match="PositionBiasAttention counts columns"):
+        with pytest.raises(ValueError, match="PositionBiasAttention counts columns"):
             states(model, tokens, attention_mask=mask)
         return
     before = states(model, tokens, attention_mask=mask)
@@ -368,12 +368,19 @@ def test_what_reads_the_layers_arguments_compiles_as_one_graph(mechanism: str, h
     torch.testing.assert_close(run_tokens(compiled, padding_mask()), plain, atol=1e-5, rtol=1e-5)
 
 
-def test_flex_attention_set_after_a_swap_is_refused_by_name() -> None:
-    model = causal_model("llama")
+@pytest.mark.parametrize("implementation", ["flex_attention", "of_a_user"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_an_implementation_without_masks_set_after_a_swap_is_refused_by_name(family: str, implementation: str) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    # As with flash attention, models make no mask for it, and a swapped layer would see the future.
+    AttentionInterface.register("of_a_user", sdpa_attention_forward)
+    model = causal_model(family)
     plain = run_tokens(model, None)
     swap_attention(model, "softmax")
-    model.set_attn_implementation("flex_attention")
-    refused = r"\(BlockMask\), as another .*set_attn_implementation\(.sdpa.\)"
+    model.config._attn_implementation = implementation
+    refused = rf"{implementation}.*set_attn_implementation\(.sdpa.\)"
     eager = torch.compiler.set_stance("force_eager")  # transformers compiles what makes the mask
     with eager, pytest.raises(NotImplementedError, match=refused):
         run_tokens(model, None)

@@ -124,6 +124,15 @@ def test_another_key_is_an_error_where_the_mechanism_is_one_of_self_attention(me
 def test_keys_that_no_mechanism_sees_are_refused(option: str) -> None:
     with pytest.raises(AttentionSwapError, match="add_bias_kv or add_zero_attn"):
         swap_attention(layer(**{option: True}), "softmax")
+    module, x = layer(batch_first=True), features(1)
+    swap_attention(module, "softmax")
+    module(x, x, x)
+    if option == "add_zero_attn":
+        module.add_zero_attn = True
+    else:
+        module.bias_k = module.bias_v = nn.Parameter(torch.zeros(1, 1, module.embed_dim))
+    with pytest.raises(RuntimeError, match="changed after its swap: it adds a key of its own"):
+        module(x, x, x)
 
 
 def test_parametrized_projection_is_refused_where_it_would_be_split() -> None:

@@ -224,3 +224,39 @@ def test_hooks_on_a_mechanisms_parameters_are_not_lost(then: str) -> None:
     for handle in handles:
         handle.remove()
     swap_attention(layer, then)
+
+
+def _renamed(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+    if f"{prefix}old" in state:
+        state[f"{prefix}in_proj_weight"] = state.pop(f"{prefix}old")
+
+
+def _reordered(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: object) -> None:
+    key = f"{prefix}in_proj_weight"
+    state[key] = state[key].roll(16, 0)  # from keys, values and queries
+
+
+class Converting(nn.MultiheadAttention):
+    """One that converts older state dicts itself."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _reordered(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@pytest.mark.parametrize("convert", [_renamed, _reordered, Converting])
+def test_what_converts_older_state_dicts_comes_before_the_query_is_taken_out(convert: Any) -> None:
+    plain = nn.MultiheadAttention(16, 2, batch_first=True)
+    layer = (Converting if convert is Converting else nn.MultiheadAttention)(16, 2, batch_first=True)
+    old = plain.state_dict()
+    weight = old.pop("in_proj_weight")
+    old |= {"old": weight} if convert is _renamed else {"in_proj_weight": weight.roll(-16, 0)}
+    if convert is not Converting:
+        layer.register_load_state_dict_pre_hook(convert)
+    swap_attention(layer, "rpc")
+    layer.load_state_dict(old)
+    assert torch.equal(layer.in_proj_weight, weight[16:])
+    restore_attention(layer)
+    assert torch.equal(layer.in_proj_weight, weight)
+    layer.load_state_dict(old)
+    assert torch.equal(layer.in_proj_weight, weight)

@@ -2,6 +2,7 @@
 
 import json
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
@@ -126,6 +127,29 @@ def test_a_logger_with_no_more_than_the_must(tmp_path, package):
         return
     assert {path.name for path in (tmp_path / "my logger/ü/0.1").iterdir()} >= FILES
     assert trainer.checkpoint_callback.best_model_path.startswith(str(tmp_path / "my logger/ü/0.1"))
+
+
+class Recorder:
+    """An experiment that keeps the calls that it gets."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+@pytest.mark.parametrize(("kind", "call"), [("MLFlowLogger", "log_artifact"), ("CometLogger", "log_image")])
+def test_mlflow_and_comet_get_the_figures(tmp_path, kind, call):
+    """Neither is a dependency: both were run by hand."""
+    experiment = {"experiment": Recorder(), "run_id": "1", "save_dir": str(tmp_path)}
+    logger = type(kind, (OnlyTheMust, import_module("lightning.pytorch.loggers").Logger), experiment)()
+    monitored(tmp_path, logger)
+    files = {Path(next(x for x in args if str(x).endswith(".png"))).name for name, args, _ in logger.experiment.calls}
+    assert {name for name, _, _ in logger.experiment.calls} == {call}
+    assert files >= {name for name in FILES if name.endswith(".png")}
 
 
 def test_no_logger_no_files(tmp_path):

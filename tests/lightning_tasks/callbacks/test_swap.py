@@ -202,6 +202,46 @@ def test_load_swapped_rebuilds_from_the_checkpoint(kind, tmp_path):
     assert [id(found) for found in mechanisms(loaded)] == trained
 
 
+@pytest.mark.parametrize("averaging", [None, WeightAveraging, EMAWeightAveraging])
+@pytest.mark.parametrize("mechanism", ["twicing", "gated", "symmetric", "softmax"])
+def test_a_plain_module_does_not_take_what_a_mechanism_learned(mechanism, averaging, tmp_path):
+    module = TinyLM()
+    averages = [averaging()] if averaging else []
+    fit(module, [SwapAttention(mechanism), *averages], max_epochs=1).save_checkpoint(tmp_path / "swapped.ckpt")
+    tester = pl.Trainer(accelerator="cpu", logger=False)
+    tokens = next(iter(batches()))[0]
+    if mechanism == "softmax":
+        torch.testing.assert_close(
+            TinyLM.load_from_checkpoint(tmp_path / "swapped.ckpt").eval()(tokens), module.eval()(tokens)
+        )
+        return
+    for load in (
+        lambda: TinyLM.load_from_checkpoint(tmp_path / "swapped.ckpt"),
+        lambda: tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "swapped.ckpt", verbose=False),
+    ):
+        with pytest.raises(RuntimeError, match=r"layers\.0\S+(mechanism|in_proj_weight|qkv)"):
+            load()
+    loaded = load_swapped(TinyLM, tmp_path / "swapped.ckpt")
+    assert torch.equal(loaded.eval()(tokens), module.eval()(tokens))
+    resumed(tmp_path / "swapped.ckpt", SwapAttention(mechanism), *averages)
+
+
+def test_a_checkpoint_of_weights_alone_tells_of_no_swap(tmp_path):
+    weights = pl.callbacks.ModelCheckpoint(tmp_path, save_weights_only=True)
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", logger=False, callbacks=[SwapAttention("twicing"), weights])
+    module = TinyLM()
+    with pytest.warns(UserWarning, match="save_weights_only=True keeps no plan of a swap"):
+        trainer.fit(module, batches())
+    with pytest.raises(ValueError, match=r"weights alone .*give TinyLM.* with the same SwapAttention"):
+        load_swapped(TinyLM, weights.best_model_path)
+    with pytest.raises(RuntimeError, match=r"layers\.0\S+mechanism\.saved_by_attnswap_load_with_load_swapped"):
+        TinyLM.load_from_checkpoint(weights.best_model_path)
+    cure, loaded = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention("twicing")]), TinyLM()
+    cure.test(loaded, batches(1), ckpt_path=weights.best_model_path, verbose=False)
+    tokens = next(iter(batches()))[0]
+    assert torch.equal(loaded.eval()(tokens), module.eval()(tokens))
+
+
 def test_load_swapped_refuses_a_network_that_setup_builds_and_says_what_works(tmp_path):
     module = BuildsInSetup()
     path = tmp_path / "swapped.ckpt"
@@ -220,7 +260,7 @@ def test_load_swapped_without_a_swap(tmp_path):
         load_swapped(TinyLM, tmp_path / "plain.ckpt")
 
 
-def resumed(path, callback):
+def resumed(path, *callbacks):
     module = TinyLM()
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -229,7 +269,7 @@ def resumed(path, callback):
         enable_progress_bar=False,
         enable_model_summary=False,
         max_epochs=2,
-        callbacks=[callback],
+        callbacks=[*callbacks],
     )
     trainer.fit(module, batches(), ckpt_path=path)
     return module
@@ -299,9 +339,12 @@ def test_going_on_with_another_swap_warns(tmp_path):
     with pytest.warns(UserWarning, match=rf"{said}$"):
         tester.test(TinyLM(), batches(1), ckpt_path=tmp_path / "one.ckpt", verbose=False)
     fit(TinyLM(), [SwapAttention("twicing", layers=[0])], max_epochs=1).save_checkpoint(tmp_path / "two.ckpt")
+    other = [SwapAttention("softmax", layers=[0]), SwapAttention("twicing", layers=[1])]
     with pytest.warns(
-        UserWarning, match=r"twicing in .*layers\.0.* has none now; none in .*layers\.1.* has twicing now"
+        UserWarning, match=r"twicing in .*layers\.0.* has softmax now; none in .*layers\.1.* twicing now"
     ):
+        resumed(tmp_path / "two.ckpt", *other)
+    with pytest.raises(RuntimeError, match=r"layers\.0\S+mechanism\.saved_by_attnswap_load_with_load_swapped"):
         resumed(tmp_path / "two.ckpt", SwapAttention("twicing", layers=[1]))
     fit(TinyLM()).save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.warns(UserWarning, match=r"none in .*layers\.1.*, where SwapAttention has twicing now"):

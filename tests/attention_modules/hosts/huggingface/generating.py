@@ -101,7 +101,7 @@ def difference(name: str, way: str) -> float | None:
     plain = {key: value for key, value in how.items() if key in ("padded", "num_beams")}
     try:
         tokens, logits = generated(model, use_cache=False, **plain)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         # Prompts that are padded before have other positions; a state holds more than a window of tokens.
         if "counts columns" not in str(error) and not ("window" in WAYS[way] and "keeps a state" in str(error)):
             raise

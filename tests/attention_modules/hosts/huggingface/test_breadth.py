@@ -96,8 +96,8 @@ def test_the_prose_counts_as_the_file_does():
     counts = Counter(line.result for line in LINES.values())
     text = " ".join((ROOT / "docs" / "how_to" / "hugging_face.md").read_text(encoding="utf-8").split())
     sentence = (
-        r"Of the (\d+) folders .*? in (\d+) folders\. In (\d+) of these .*? and in (\d+) with the dynamic one alone.*? "
-        r"In the other (\d+) .*? (\d+) are refused by name\. Of the other (\d+) no tiny"
+        r"models of (\d+) folders .*? - (\d+) folders: .*? - (\d+) of these .*? - (\d+) generate .*? a dynamic cache\. "
+        r".*?- In (\d+) .*? - (\d+) folders: the swap is refused by name\. - (\d+) folders: no tiny"
     )
     (said,) = re.findall(sentence, text)
     caches = Counter(
@@ -108,4 +108,4 @@ def test_the_prose_counts_as_the_file_does():
     assert [int(each) for each in said] == expected
     assert sum(writing) == counts["equal"]
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    assert f"{counts['equal']} of the {len(LINES)} families that have such layers were tried" in readme
+    assert f"{counts['equal']} of {len(LINES)} model families give the same outputs" in readme

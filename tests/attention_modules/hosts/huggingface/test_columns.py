@@ -38,13 +38,13 @@ def run(model: nn.Module, tokens: torch.Tensor, **given: torch.Tensor) -> torch.
 def test_other_positions_are_refused(family: str, name: str, options: dict[str, object]) -> None:
     model = swapped_model(family, name, options)
     packed, positions = torch.cat([FIRST, SECOND], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    with pytest.raises(RuntimeError, match=r"counts columns, and these position_ids are not 0 to N - 1"):
+    with pytest.raises(ValueError, match=r"counts columns, and these position_ids are not 0 to N - 1"):
         run(model, packed, position_ids=positions)
     left = torch.tensor([[0, 0, *SECOND[0].tolist()]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
-    with pytest.raises(RuntimeError, match="counts columns, and these position_ids"):
+    with pytest.raises(ValueError, match="counts columns, and these position_ids"):
         run(model, left, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
-    with pytest.raises(RuntimeError, match="counts columns, and this mask hides a token"):
+    with pytest.raises(ValueError, match="counts columns, and this mask hides a token"):
         run(model, left, attention_mask=mask)
     right = torch.tensor([[*SECOND[0].tolist(), 0, 0]])
     padded = run(model, right, attention_mask=mask.flip(1))[:, :4]
@@ -64,7 +64,7 @@ def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:
     swap_attention(model, "position_bias", num_tokens=8)
     seen = torch.tensor([[0, 0, 1, 1, 1]])
     model(FIRST, attention_mask=seen.flip(1))
-    with pytest.raises(RuntimeError, match="counts columns, and this mask hides a token"):
+    with pytest.raises(ValueError, match="counts columns, and this mask hides a token"):
         model(FIRST, attention_mask=seen)
 
 
@@ -90,7 +90,7 @@ def test_positions_that_only_the_model_is_told_are_refused(family: str, name: st
     plain = model(FIRST)[0]
     torch.testing.assert_close(model(FIRST, position_ids=torch.arange(5)[None])[0], plain)
     for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with pytest.raises(RuntimeError, match="counts columns, and these position_ids"):
+        with pytest.raises(ValueError, match="counts columns, and these position_ids"):
             twin(FIRST, position_ids=REVERSED)
     swap_attention(model, "softmax")
     model(FIRST, position_ids=REVERSED)

@@ -1,5 +1,7 @@
 """What holds or feeds a model from outside its layers: DistributedDataParallel, and what drops its tokens."""
 
+import copy
+
 import pytest
 import timm
 import torch
@@ -54,6 +56,16 @@ def test_models_that_drop_tokens_take_no_mechanism_that_counts_columns(mechanism
                 swap_attention(model, mechanism, num_tokens=17)
 
 
+def test_of_a_video_model_only_what_takes_all_tokens_counts_columns():
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "crop_size": 32, "patch_size": 16}
+    predictor = {"pred_hidden_size": 24, "pred_num_attention_heads": 2, "pred_num_hidden_layers": 1}
+    model = transformers.VJEPA2Model(transformers.VJEPA2Config(**sizes, **predictor, frames_per_clip=2))
+    with pytest.raises(AttentionSwapError, match=r"predictor\.embeddings drops and shuffles tokens"):
+        swap_attention(model, "position_bias", where="predictor*", num_tokens=8)
+    swap_attention(model, "position_bias", where="encoder*", num_tokens=4)
+    model(torch.randn(1, 2, 3, 32, 32), skip_predictor=True).last_hidden_state.sum().backward()
+
+
 def of_timm(model: nn.Module, tokens: Tensor) -> Tensor:
     return model.blocks[0](tokens)
 
@@ -89,6 +101,10 @@ def of_hugging_face(name: str, **sizes: int):
 IMAGE_MODELS = {
     "timm": (lambda: timm.create_model("vit_tiny_patch16_224", **SIZES), of_timm),
     "timm of any size": (lambda: timm.create_model("vit_tiny_patch16_224", **SIZES, dynamic_img_size=True), of_timm),
+    "timm eva of any size": (
+        lambda: timm.create_model("eva02_tiny_patch14_224", **SIZES, patch_size=16, dynamic_img_size=True),
+        of_timm,
+    ),
     "timm eva": (lambda: timm.create_model("eva_giant_patch14_224", **SIZES, patch_size=16, mlp_ratio=1), of_timm),
     "of timm's blocks": (Masked, of_timm),
     "torchvision": (lambda: VisionTransformer(64, 16, 1, 2, 32, 64), of_torchvision),
@@ -128,6 +144,39 @@ def test_the_tokens_of_an_image_are_all_that_a_vision_transformer_gives(name, to
     assert model(torch.randn(1, 3, 64, 64)).last_hidden_state.shape[1] == tokens
     with pytest.raises(RuntimeError, match=f"has positions for {tokens} tokens"):
         model(torch.randn(1, 3, 32, 32), **({} if name.startswith("Dino") else {"interpolate_pos_encoding": True}))
+
+
+@pytest.mark.parametrize("mechanism", ["position_bias", "scaled", "dam", "sink"])
+@pytest.mark.parametrize(
+    "library", ["timm of any size", "timm eva of any size", "transformers vit", "transformers dinov2"]
+)
+def test_as_many_patches_in_other_places_are_no_input_for_what_counts_columns(library, mechanism):
+    model = IMAGE_MODELS[library][0]().eval()
+    given = {"interpolate_pos_encoding": True} if library == "transformers vit" else {}
+    swap_attention(model, mechanism)
+    model = copy.deepcopy(model)
+    other = torch.randn(1, 3, 32, 128)
+    model(other.reshape(1, 3, 64, 64))
+    if mechanism == "sink":
+        model(other, **given)
+        return
+    with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
+        model(other, **given)
+    swap_attention(model, "softmax")
+    model(other, **given)
+    restore_attention(model)
+    assert not any(module._forward_hooks for module in model.modules())
+    model(other, **given)
+
+
+def test_queries_join_the_tokens_of_an_eomt_between_its_layers():
+    sizes = OF_IMAGES | OF_WIDTH | {"num_blocks": 1, "num_queries": 5, "num_upscale_blocks": 1}
+    model = transformers.EomtForUniversalSegmentation(transformers.EomtConfig(**sizes))
+    with pytest.raises(ValueError, match="give it the option num_tokens"):
+        swap_attention(model, "dam")
+    swap_attention(model, "dam", num_tokens=26)  # 16 patches, 5 tokens before them, 5 queries in the last layer
+    model(torch.randn(1, 3, 64, 64)).masks_queries_logits.sum().backward()
+    assert all(layer.attention.mechanism.logits.grad.any() for layer in model.layers)
 
 
 def test_texts_beside_images_may_be_shorter():

@@ -46,6 +46,47 @@ def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path) -> None:
     assert not (tmp_path / PLAN).exists()
 
 
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("mechanism", ["twicing", "softmax", None])
+def test_the_folder_of_a_peft_model_tells_of_no_swap_and_that_is_said(
+    mechanism: str | None, after: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = built("bert")
+    if not after:
+        swap_attention(model, mechanism or "twicing")
+    adapted = copy.deepcopy(peft.get_peft_model(model, peft.LoraConfig(target_modules=["value"])))
+    if after:
+        swap_attention(adapted, mechanism or "twicing")
+    if mechanism is None:
+        restore_attention(adapted)
+    recwarn.clear()
+    adapted.save_pretrained(tmp_path)
+    said = [str(each.message) for each in recwarn if "with 2 swapped attention layers (Twicing" in str(each.message)]
+    assert len(said) == (mechanism == "twicing")
+    loaded = copy.deepcopy(adapted)
+    loaded.load_adapter(tmp_path, "again")
+    assert torch.equal(output(loaded), output(adapted))
+    assert mechanism is not None or not any(part._state_dict_pre_hooks for part in adapted.modules())
+
+
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["mechanism"]}])
+@pytest.mark.parametrize("mechanism", ["gated", "twicing"])
+def test_the_parameters_of_mechanisms_that_an_adapter_file_lacks_are_named(
+    mechanism: str, more: dict, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    peft = pytest.importorskip("peft")
+    model = built("bert")
+    swap_attention(model, mechanism)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["value"], **more))
+    recwarn.clear()
+    adapted.save_pretrained(tmp_path)
+    said = " ".join(str(each.message) for each in recwarn)
+    lacks = mechanism == "gated" and not more
+    assert ("the Parameters of 2 mechanisms are in no file" in said) == lacks
+    assert ("modules_to_save=['mechanism']" in said) == lacks
+
+
 @pytest.mark.parametrize("more", [{}, {"modules_to_save": ["mechanism"]}])
 def test_the_model_within_a_peft_model_is_saved_once_its_adapters_are_merged(more: object, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -103,7 +103,8 @@ def test_rope_and_grouped_keys() -> None:
         ({"qkv": "n_head", "heads": 4}, "n_head is no linear layer, but a int"),
         ({"qkv": "c_attn", "heads": 2}, r"does not fit: what c_attn gives in 2 heads .*\(q has another shape"),
         ({"qkv": "c_attn", "heads": "c_proj"}, "must be an integer of at least 1"),
-        ({"qkv": "c_attn", "heads": 0}, "must be an integer of at least 1"),
+        ({"qkv": "c_attn", "heads": 4, "out": "c_prj"}, "has no 'c_prj'.* Did you mean 'c_proj'"),
+        ({"qkv": "c_attn", "heads": 4, "query_norm": "q_norm"}, "has no 'q_norm', which its declaration names"),
     ],
 )
 def test_a_declaration_that_does_not_fit(names: dict[str, Any], text: str) -> None:
@@ -111,6 +112,48 @@ def test_a_declaration_that_does_not_fit(names: dict[str, Any], text: str) -> No
     with pytest.raises(AttentionSwapError, match=text):
         swap_attention(model, "symmetric")
     assert not hasattr(model[0], "mechanism")
+
+
+class KeysFirst(nn.Module):
+    """Another order, and no bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kqv = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        k, q, v = (part.unflatten(2, (4, 4)).transpose(1, 2) for part in self.kqv(x).chunk(3, 2))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("example", [torch.zeros(1, 6, 16), torch.zeros(0, 6, 16), torch.full((1, 6, 16), torch.nan)])
+def test_an_example_without_values_checks_nothing(example: torch.Tensor) -> None:
+    model = nn.Sequential(declared(KeysFirst, qkv="kqv", heads=4)())
+    with pytest.raises(AttentionSwapError, match=r"does not fit: what kqv gives .*q differs"):
+        swap_attention(model, "symmetric", example=example)
+
+
+def test_what_runs_on_such_an_example_alone_cannot_be_checked() -> None:
+    class Needs(KeysFirst):
+        def forward(self, x: torch.Tensor, rope: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    zeros = torch.zeros(1, 6, 16)
+    with pytest.raises(AttentionSwapError, match="gives it nothing but zeros, or numbers that are not finite"):
+        swap_attention(declared(Needs, qkv="kqv", heads=4)(), "sink", example=(zeros, zeros[0], zeros[0, 0]))
+
+
+def test_a_declaration_is_checked_without_values() -> None:
+    kind = declared(own.ByHead, qkv="query_key_value", heads="heads")
+    twin = kind()
+    with torch.device("meta"):
+        layer, wrong = kind(), declared(KeysFirst, qkv="kqv", heads=4)()
+    for each in (layer, twin):
+        swap_attention(each, "symmetric")
+    layer.load_state_dict(twin.state_dict(), assign=True)
+    assert torch.equal(layer(features()), twin(features()))
+    with pytest.raises(AttentionSwapError, match="does not fit"):
+        swap_attention(wrong, "symmetric")
 
 
 class Gated(nn.Module):
@@ -179,12 +222,21 @@ def test_a_wrong_number_of_key_heads(kv_heads: int | None) -> None:
         (own.Joint, {}, TypeError),
         (own.Joint, {"qkv": "a", "q": "b"}, TypeError),
         (own.Joint, {"q": "b", "k": "c"}, TypeError),
+        (nn.Module, {"qkv": "a"}, TypeError),
+        (nn.Linear, {"qkv": "weight"}, TypeError),
+        (own.Joint, {"qkv": 3}, TypeError),
+        (own.Joint, {"qkv": ""}, TypeError),
+        *((own.Joint, {"qkv": "c_attn", "heads": heads}, TypeError) for heads in (0, -1, True, 4.0, float("nan"), "")),
+        (own.Joint, {"qkv": "c_attn", "kv_heads": 2.0}, TypeError),
+        (own.Joint, {"qkv": "c_attn", "causal": "yes"}, TypeError),
+        (own.Joint, {"qkv": "c_attn", "out": nn.Linear(2, 2)}, TypeError),
+        (own.Joint, {"qkv": "c_attn", "query_norm": 3}, TypeError),
     ],
 )
-def test_what_is_no_declaration(kind: Any, names: dict[str, str], error: type[Exception]) -> None:
+def test_what_is_no_declaration(kind: Any, names: dict[str, Any], error: type[Exception]) -> None:
     hosts = loaded_hosts()
     with pytest.raises(error):
-        declare_host(kind, heads=4, **names)
+        declare_host(kind, **{"heads": 4, **names})
     assert loaded_hosts() == hosts
     with pytest.raises(TypeError, match="expected a host"):
         register_host("timm")  # type: ignore[arg-type]

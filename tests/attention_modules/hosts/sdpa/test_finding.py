@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.data import DataLoader
 
@@ -125,6 +126,15 @@ class WhereItTrains(nn.Module):
             return F.scaled_dot_product_attention(*[_heads(x)] * 3)
 
 
+class ByImport(nn.Module):
+    """Under another name, where it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.nn.functional import scaled_dot_product_attention as attend
+
+        return attend(*[_heads(x)] * 3)
+
+
 class BySuper(ByMethod):
     """A forward of its own around that of its base."""
 
@@ -134,7 +144,7 @@ class BySuper(ByMethod):
 
 @pytest.mark.parametrize(
     "kind",
-    [ByAlias, ByHelper, ByMethod, ByProcessor, ByPartial, ByClosure, InOneLine, WhereItTrains, BySuper],
+    [ByAlias, ByHelper, ByMethod, ByProcessor, ByPartial, ByClosure, ByImport, InOneLine, WhereItTrains, BySuper],
 )
 def test_the_code_names_the_function(kind: type[nn.Module]) -> None:
     model, x = nn.Sequential(kind()), features()
@@ -280,6 +290,45 @@ def test_a_trial_counts_the_calls() -> None:
     assert type(model[0]) is ByLoopedHelper
 
 
+@torch.compile(backend="eager")
+def compiled_helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class ByCompiledHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_helper(*[_heads(x)] * 3)
+
+
+def test_the_mechanism_acts_once_in_a_part_that_is_compiled() -> None:
+    layers, outs = (ByCompiledHelper(), ByHelper()), []
+    for layer in layers:
+        swap_attention(layer, "sink", example=features())
+        outs.append(layer(features()))
+    assert torch.equal(*outs)
+
+
+class ByAnotherMethod(ByMethod):
+    """As DINOv3 is called while it trains."""
+
+    def forward_list(self, several: list[Tensor]) -> list[Tensor]:
+        return [self._attend(x) for x in several]
+
+
+def test_the_mechanism_acts_in_a_method_beside_the_forward() -> None:
+    layer, x = ByAnotherMethod(), features()
+    expected = layer.forward_list([x])[0]
+    swap_attention(layer, "uniform", example=x)
+    mean = _heads(x).mean(2, keepdim=True).expand_as(_heads(x))
+    for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        for out in (twin(x), *twin.forward_list([x, x])):
+            torch.testing.assert_close(out, mean)
+    again = torch.utils.checkpoint.checkpoint(layer.forward_list, [x.requires_grad_()], use_reentrant=False)
+    torch.testing.assert_close(again[0], mean)
+    restore_attention(layer)
+    assert torch.equal(layer.forward_list([x])[0], expected)
+
+
 class Checkpointed(Joint):
     """A checkpoint of its own, around the call."""
 
@@ -321,6 +370,23 @@ def test_keys_of_another_sequence_are_cross_attention() -> None:
         swap_attention(model, "softmax", example=(features(), memory))
     assert len(swap_attention(model, "sink", where="", example={"x": features(), "memory": memory})) == 1
     assert torch.isfinite(model(features(), memory[:, :3])).all()
+
+
+class Scaled(Attend):
+    """The kernel as a module, with a Parameter of its own, as PatchTST has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().forward(q * self.scale, k, v)
+
+
+def test_a_scale_is_no_projection() -> None:
+    model = Outer()
+    model.attend = Scaled()
+    assert [row.heads for row in swap_attention(model, "sink", example=features())] == [4]
 
 
 def test_heads_that_cannot_be_told_are_asked_for() -> None:
@@ -408,6 +474,54 @@ class HandwrittenAttention(Handwritten):
     """By its name too."""
 
 
+class BySoftmaxModule(nn.Module):
+    """As vit_pytorch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.Softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = _heads(x)
+        return self.attend(q @ q.mT) @ q
+
+
+class AroundAttention(nn.Module):
+    """A part of it says why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = Handwritten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernel(x)
+
+
+class LocalFlash(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        from flash_attn import flash_attn_func as attend
+
+        return attend(x, x, x)
+
+
+compiled_flex = torch.compile(flex_attention)
+
+
+class CompiledFlex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return compiled_flex(x, x, x)
+
+
+class Program(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return scripted(*[_heads(x)] * 3)
+
+
+@torch.jit.script
+def scripted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
@@ -416,7 +530,12 @@ class HandwrittenAttention(Handwritten):
         (Listed, r"several times \(.*test_finding.py:\d+\)"),
         (partial(NanoAttention, flash=False), r"a setting of its own keeps its forward from .*own.py:\d+"),
         (FlashAttention, "calls .*flash_attn_func, a kernel with no place"),
+        (LocalFlash, "calls flash_attn_func, a kernel with no place"),
+        (CompiledFlex, "calls .*flex_attention, a kernel with no place"),
+        (Program, r"calls scripted, a program of torch.jit.script"),
         (Handwritten, r"writes its softmax itself \(.*test_finding.py:\d+\)"),
+        (BySoftmaxModule, r"\(BySoftmaxModule\): it writes its softmax itself \(.*test_finding.py:\d+\)"),
+        (AroundAttention, r"'0\.kernel' \(Handwritten\): it writes its softmax itself"),
         (HandwrittenAttention, r"writes its softmax itself \(.*test_finding.py:\d+\).*\n +out = F.scaled_dot_product"),
     ],
 )

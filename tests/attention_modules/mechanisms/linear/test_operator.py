@@ -48,10 +48,10 @@ def sample(kind, tokens, *, batch=2, heads=2, width=8, values=5, strength=1.0, d
 def both(function, given, **options):
     """Output, state and every gradient, that of the first state included."""
     shape = (*given["q"].shape[:2], given["q"].shape[-1], given["v"].shape[-1])
-    start = torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(given["q"].device)
     leaves = {name: x.clone().requires_grad_() for name, x in (given | {"initial_state": start}).items()}
     out, state = function(**leaves, **options)
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).sin().view(out.shape)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).sin().view(out.shape)
     gradients = torch.autograd.grad((out * weights).sum() + state.sin().sum(), list(leaves.values()))
     found = {f"grad_{name}": x for name, x in zip(leaves, gradients, strict=True)}
     return {"out": out.detach(), "state": state.detach(), **found}

@@ -61,10 +61,18 @@ def test_numbers_that_are_not_finite_are_warned_of_and_logged():
     assert trainer.callback_metrics["attention/largest_logit/layer_00"].isfinite()
 
 
-def test_logits_of_a_mechanisms_own_are_named():
+def sharpened(q, k, v, **options):
+    return torch.nn.functional.scaled_dot_product_attention(q * 100, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "text"),
+    [("qk_norm", "QKNormAttention: it normalizes"), (sharpened, "sharpened: a function may change q and k")],
+)
+def test_logits_of_a_mechanisms_own_are_named(mechanism, text):
     module = TinyLM()
-    swap_attention(module, "qk_norm", layers=[1])
-    with pytest.warns(UserWarning, match=r"not the logits of '.*layers\.1.*' \(QKNormAttention: it normalizes"):
+    swap_attention(module, mechanism, layers=[1])
+    with pytest.warns(UserWarning, match=rf"not the logits of '.*layers\.1.*' \({text}"):
         fit(module, [LogitMonitor()], max_steps=1)
 
 

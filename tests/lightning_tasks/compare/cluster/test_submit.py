@@ -9,6 +9,7 @@ import pytest
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.arguments import executor_options, parser, without_executor
+from lightning_tasks.compare.cluster.lease import held
 from lightning_tasks.compare.cluster.submit import CellJob, FitJob
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.recipes.variants import read_variants
@@ -67,6 +68,10 @@ def test_slurm_is_asked_for_an_array_that_is_queued_again(comparison, tmp_path, 
     asked = stub.read_text()
     for line in ("array=0-2%2", "time=90", "gpus-per-node=1", "partition=long", "job-name=attnswap", "signal=USR2@90"):
         assert f"#SBATCH --{line}\n" in asked
+    cells = plan_cells(read_variants(str(comparison)), [0], tmp_path / "out", comparison=comparison.stem)
+    with held(cells[0].lease, "a cell"):
+        compare(comparison, tmp_path / "out", "--executor=submitit", *given)
+        assert "submitted 2 jobs" in capsys.readouterr().out
     job = CellJob("out", "slow", 0)
     assert job.checkpoint().function is job
 

@@ -16,7 +16,7 @@ from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.record import read_record
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files import sources
-from lightning_tasks.files.sources import mixed_sources, sources_of
+from lightning_tasks.files.sources import changed_sources, mixed_sources, sources_of
 
 MINE = (
     "from torch.nn import functional as F\n\ndef mine(q, k, v):\n    return F.scaled_dot_product_attention(q, k, v)\n"
@@ -171,6 +171,45 @@ def test_imports_of_constants_and_names_of_other_alphabets_are_followed(project)
     (project / "ünet.py").write_text(text, encoding="utf-8")
     names = {"ünet (ünet.py)", "my_deeper (my_deeper.py)", "my_package.part (part.py)"}
     assert {*sources_of(["ünet.Net"])} >= names
+
+
+def test_a_package_that_imports_what_it_finds_counts_whole(project):
+    registry = project / "registry"
+    (registry / "inner").mkdir(parents=True)
+    text = "import importlib, os\nfor m in os.listdir():\n    importlib.import_module('registry.' + m)\n"
+    for name, content in {
+        "__init__.py": text,
+        "one.py": "import my_deeper",
+        "inner/__init__.py": "",
+        "note.txt": "",
+    }.items():
+        (registry / name).write_text(content)
+    assert {*sources_of(["registry.Mine"])} == {
+        *("registry (__init__.py)", "registry.one (one.py)", "registry.inner (__init__.py)", "my_deeper (my_deeper.py)")
+    }
+    (project / "alone.py").write_text(text)  # in no package: what it finds cannot be told
+    assert {*sources_of(["alone.Mine"])} == {"alone (alone.py)"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("adapter_config.json", "adapter_model.safetensors"),
+        ("tokenizer_config.json", "vocab.txt"),
+        ("model_index.json", "unet/model.safetensors"),
+        ("config.json", "1_Dense/model.safetensors"),
+        (".metadata", "__0_0.distcp"),
+    ],
+)
+def test_a_folder_of_a_model_counts_by_all_of_its_files(project, files):
+    folder = project / "named"
+    for name in (*files, ".cache/lock"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("1")
+    before = sources_of(["named"])
+    assert {*before} == {f"named/{name}" for name in files if not name.startswith(".")}
+    (folder / files[1]).write_text("2")
+    assert changed_sources(before, sources_of(["named"])) == [f"named/{files[1]}"]
 
 
 @pytest.fixture

@@ -1,0 +1,257 @@
+"""What a call of ``scaled_dot_product_attention`` says of its layer: sizes, and of what it makes queries and values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ORDER = ("ordered", "ordered_keys", "ordered_values")  # of Seam, what a layer of zeros does not show
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an argument of a forward stands: at a position, None where it can only be named, and by its name."""
+
+    position: int | None
+    name: str
+
+    def of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a call gives there; None where it gives nothing."""
+        if self.position is None or self.name in kwargs:
+            return kwargs.get(self.name)
+        return args[self.position] if self.position < len(args) else None
+
+
+@dataclass(frozen=True)
+class Source:
+    """A sequence that a module was given.
+
+    Args:
+        place: of the argument.
+        x: ``[B, N, C]``.
+        batch_first: whether it was given so, and not as ``[N, B, C]``.
+    """
+
+    place: Place
+    x: Tensor
+    batch_first: bool
+
+
+@dataclass(frozen=True)
+class Seam:
+    """What a call says of its layer; None where it cannot be told.
+
+    Args:
+        dim: width of the layer's input, C.
+        heads: H.
+        key_heads: heads of keys and values, which groups of query heads share.
+        head_dim: width of a query.
+        value_dim: width of a value.
+        causal: whether it hides the future.
+        cross: whether the queries are of other tokens than the keys.
+        uneven: whether there is not one query for each key.
+        scale: factor on the logits, 1/sqrt(d) where None.
+        by_head: whether each head has its query, key and value together in the layer's projection.
+        turned: whether positions turn queries and keys after the layer's projections.
+        calls: how many calls one forward makes, its children's too.
+        batch_first: whether the layer is given ``[B, N, C]``, and not ``[N, B, C]``.
+        asking: which of its arguments the queries are made of.
+        ordered: whether each query is of the token in its place alone; None if unknown.
+        ordered_keys: likewise each key, of the tokens that the queries are made of.
+        ordered_values: likewise each value, of the sample in its place.
+        given: all of its arguments that are sequences.
+    """
+
+    dim: int | None = None
+    heads: int | None = None
+    key_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    causal: bool = False
+    cross: bool = False
+    uneven: bool = False
+    scale: float | None = None
+    by_head: bool = False
+    turned: bool = False
+    calls: int = 1
+    batch_first: bool = True
+    asking: Place | None = None
+    ordered: bool | None = None
+    ordered_keys: bool | None = None
+    ordered_values: bool | None = None
+    given: tuple[Place, ...] = ()
+
+
+@dataclass
+class Call:
+    """One call, and the modules whose forward ran around it, outermost first, each with what it was given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+    scale: float | None
+    around: list[tuple[nn.Module, dict[Place, Tensor]]]
+    seams: dict[nn.Module, Seam] = field(default_factory=dict)
+    """What it said of modules so far."""
+
+    def given(self, module: nn.Module) -> dict[Place, Tensor]:
+        """What one of the modules around was given."""
+        return next(given for outer, given in self.around if outer is module)
+
+    def sources(self, module: nn.Module, made: Tensor) -> list[Source]:
+        """The sequences that the module was given of which these queries, keys or values may be made."""
+        places = [*self.given(module).items()]
+        of = _sources(made, [x for _, x in places])
+        laid = ((place, x, _lies(x, made)) for at, (place, x) in enumerate(places) if not of or at in of)
+        return [
+            Source(place, x if first else x.transpose(0, 1), first) for place, x, first in laid if first is not None
+        ]
+
+    def tells(self, module: nn.Module) -> bool:
+        """Whether the sequences that it was made of have values by which projections can be told apart."""
+        made = [source.x for each in (self.q, self.k, self.v) for source in self.sources(module, each)]
+        return all(x.is_meta or bool(x.any() and x.isfinite().all()) for x in made)
+
+    def seam(self, module: nn.Module) -> Seam:
+        """What it says of one of the modules around it."""
+        if module not in self.seams:
+            self.seams[module] = self._seam(module)
+        return self.seams[module]
+
+    def _seam(self, module: nn.Module) -> Seam:
+        flat, source = self.q.dim() == 3, self._asking(module)
+        q_in_order, k_in_order = (
+            None if source is None else _in_order(made, self.given(module)[source.place], source.batch_first)
+            for made in (self.q, self.k)
+        )
+        return Seam(
+            None if source is None else source.x.shape[-1],
+            1 if flat else self.q.shape[-3],
+            1 if flat else self.k.shape[-3],
+            self.q.shape[-1],
+            self.v.shape[-1],
+            self.causal,
+            self._is_cross(),
+            self.k.shape[-2] != self.q.shape[-2],
+            self.scale,
+            batch_first=source is None or source.batch_first,
+            asking=None if source is None else source.place,
+            ordered=q_in_order,
+            ordered_keys=k_in_order,
+            ordered_values=self._keeps_values(module),
+            given=tuple(place for place, x in self.given(module).items() if x.dim() == 3),
+        )
+
+    def _asking(self, module: nn.Module) -> Source | None:
+        """What its queries are made of; of several, as of tokens and positions, what its values are made of too."""
+        found, valued = self.sources(module, self.q), {source.place for source in self.sources(module, self.v)}
+        return next((source for source in found if source.place in valued), next(iter(found), None))
+
+    def _keeps_values(self, module: nn.Module) -> bool | None:
+        """Whether its values are of the module's tokens in their order; None if unknown."""
+        given = self.given(module)
+        sources = {source.place: source.batch_first for source in self.sources(module, self.v)}
+        found = [_in_order(self.v, given[place], sources.get(place)) for place in sources or given]
+        return True if True in found else False if False in found else None
+
+    def _is_cross(self) -> bool:
+        """Whether queries and keys are made of different tensors that the module with the projections was given."""
+        for module, given in reversed(self.around):
+            if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
+                of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
+                if of_query and of_key and of_query.isdisjoint(of_key):
+                    return True
+        return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
+
+
+def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
+    """Which of the tensors another one depends on."""
+    if not given or not made.requires_grad:
+        return set()
+    with torch.inference_mode(False), torch.enable_grad():
+        found = torch.autograd.grad(made.float().sum(), list(given), allow_unused=True, retain_graph=True)
+    return {index for index, gradient in enumerate(found) if gradient is not None}
+
+
+def _lies(x: Tensor, made: Tensor) -> bool | None:
+    """Whether ``x`` lies as ``[B, N, C]``, of whose tokens these queries, keys or values are; False for ``[N, B, C]``.
+
+    None where it has another length, or another batch.
+    """
+    if x.dim() != 3:
+        return None
+    tokens, folded = made.shape[-2], made.dim() == 3  # folded: heads may lie in the batch
+    if x.shape[1] == tokens and (x.shape[0] != tokens or made.dim() != 4 or _apart_in(0, made, x)):
+        return True
+    if x.shape[0] != tokens or made.shape[0] % max(x.shape[1], 1) or (made.shape[0] != x.shape[1] and not folded):
+        return None
+    return False if x.shape[1] != tokens or _apart_in(1, made, x) else None
+
+
+def _apart_in(dim: int, made: Tensor, x: Tensor) -> bool:
+    """Whether the first sample of ``made`` is of the first slice of ``x`` in this dimension alone."""
+    if x.shape[dim] == 1 or not made.requires_grad or x.is_meta:
+        return dim == 0
+    with torch.inference_mode(False), torch.enable_grad():
+        (slope,) = torch.autograd.grad(made[0].float().sum(), x, allow_unused=True, retain_graph=True)
+    return slope is None or not bool(slope.narrow(dim, 1, x.shape[dim] - 1).any())
+
+
+def _in_order(made: Tensor, x: Tensor, batch_first: bool | None) -> bool | None:
+    """Whether each row of queries, keys or values is of the row of ``x`` in its place alone; None if unknown.
+
+    Then weights of the rows weigh the gradient of ``x`` in the same places. Features are weighed too: the sum of
+    normalized ones has no gradient.
+
+    Args:
+        made: queries, keys or values.
+        x: what they were made of.
+        batch_first: whether it is ``[B, N, C]``, or ``[N, B, C]``; where None, samples and rows may each be several
+            dimensions that follow each other.
+    """
+    if not made.requires_grad or x.is_meta:
+        return None
+    folded, sizes = made.dim() == 3, (made.shape[:-3].numel(), made.shape[-2])  # folded: heads may lie in the batch
+    drawn = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.enable_grad():
+        samples, rows = ((torch.rand(size, generator=drawn) + 0.5).to(made.device) for size in sizes)
+        features = torch.randn(made.shape[-1], generator=drawn).to(made.device)
+        weights = rows[:, None] if folded else samples.view(*made.shape[:-3], 1, 1, 1) * rows[:, None]
+        plain, weighed = (
+            torch.autograd.grad((made.float() * by * features).sum(), x, allow_unused=True, retain_graph=True)[0]
+            for by in (torch.ones_like(rows[:, None]), weights)
+        )
+    if plain is None or weighed is None or not weighed.isfinite().all() or not plain.any():
+        return None
+    plain, weighed = plain.float(), weighed.float()
+    return any(
+        _weighed_alike(plain, weighed, row, sample)
+        for row in _along(x, rows, None if batch_first is None else int(batch_first))
+        for sample in (
+            [plain.new_ones([1] * x.dim())]
+            if folded
+            else _along(x, samples, None if batch_first is None else int(not batch_first))
+        )
+    )
+
+
+def _weighed_alike(plain: Tensor, weighed: Tensor, row: Tensor, sample: Tensor) -> bool:
+    """Whether one gradient is the other with each token's weight, but for what half precision rounds of a token."""
+    features = [at for at, sizes in enumerate(zip(row.shape, sample.shape, strict=True)) if max(sizes) == 1]
+    limit = 0.05 * torch.maximum(plain.abs(), weighed.abs()).amax(features, keepdim=True)
+    return bool(((weighed - plain * row * sample).abs() <= limit).all())
+
+
+def _along(x: Tensor, weights: Tensor, dim: int | None) -> Iterator[Tensor]:
+    """The weights along a dimension of ``x``, where None along any, or several that follow each other, that fit."""
+    for first, last in itertools.combinations(range(x.dim() + 1), 2) if dim is None else [(dim, dim + 1)]:
+        sizes = [size if first <= at < last else 1 for at, size in enumerate(x.shape)]
+        if math.prod(sizes) == weights.numel():
+            yield weights.view(sizes)
