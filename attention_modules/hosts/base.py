@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -100,19 +101,22 @@ class Swapped(nn.Module):
         finally:
             self._load_state_dict_pre_hooks = hooks
 
-    def _accept(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+    def _accept(self, state_dict: Any, prefix: str, local_metadata: Any, _: bool, missing: list[str], *__: Any) -> None:
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         state_dict.pop(f"{prefix}mechanism.{IN_CHECKPOINT}", None)
         marked = state_dict.pop(f"{prefix}mechanism.{MARK}", None) is not None  # then its tensors must be there
         if not marked and self._is_there(state_dict, prefix):
+            own = {f"{prefix}mechanism.{key}" for key in self.mechanism.state_dict()}
             given = {*state_dict}
-            self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
-            kept = [key for key in state_dict if key not in given]
+            if not _LOADED.lacks(missing, own, given):
+                self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+            kept = state_dict.keys() - given
             if kept and not self.emptied and self._has_changed():
                 self._warn_of_a_mixture()
             elif kept:
                 self.note_as_made(copies=1)  # onto themselves
             self.emptied = False
+            _LOADED.note(missing, own & given, own & kept)
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
 
     def note_as_made(self, copies: int = 0) -> None:
@@ -177,6 +181,33 @@ class Swapped(nn.Module):
         return _swapped_blank, (type(self).host, plain), self.__getstate__()
 
 
+class _Loaded(threading.local):
+    """What the swapped layers found in the newest call of ``load_state_dict``, known by its list of missing keys.
+
+    A state dict of a plain model has nothing for any mechanism. One that has tensors for some mechanisms lacks those of
+    the others: torch then reports them as missing, as of any model.
+    """
+
+    missing: Sequence[str] = ()
+    found = False
+    filled: Sequence[str] = ()
+
+    def lacks(self, missing: list[str], own: set[str], given: set[str]) -> bool:
+        """Whether a layer's ``own`` tensors are not in ``given``, where those of others were."""
+        return self.missing is missing and self.found and not own & given
+
+    def note(self, missing: list[str], found: set[str], filled: set[str]) -> None:
+        """Note what was found of a layer and what it filled itself; report these as missing if others were found."""
+        if self.missing is not missing:
+            self.missing, self.found, self.filled = missing, False, ()
+        self.found |= bool(found)
+        self.filled = [*self.filled, *sorted(filled)]
+        if self.found:
+            missing += self.filled
+            self.filled = ()
+
+
+_LOADED = _Loaded()
 _SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
 
 

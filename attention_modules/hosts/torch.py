@@ -18,7 +18,6 @@ from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
-_KEPT_FLAG = "use_nested_tensor_before_swap"
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
 _OWN_KEY = "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
 _CROSS = re.compile(r"cross_?att", re.IGNORECASE)  # in the name: open_clip's CoCa has `cross_attn.0.attn`
@@ -274,6 +273,40 @@ def encoders_around(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Tr
     return [encoder for encoder in encoders if any(id(module) in held for module in encoder.modules())]
 
 
+def let_get_nested(encoder: nn.TransformerEncoder, nested: bool) -> None:
+    """Let an encoder's layers get nested tensors in evaluation, or padded ones; its own output is the same."""
+    encoder.use_nested_tensor = nested
+    if nested:
+        for key in _zeros_padding(encoder):
+            del encoder._forward_hooks[key], encoder._forward_hooks_with_kwargs[key]
+    else:
+        encoder.register_forward_hook(_zero_padding, prepend=True, with_kwargs=True)
+
+
+def _zeros_padding(encoder: nn.TransformerEncoder) -> list[int]:
+    return [key for key, hook in encoder._forward_hooks.items() if hook is _zero_padding]
+
+
+def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    """A forward hook that puts zeros, as they come out of the encoder's norm, where padding behind a sequence hides.
+
+    So do nested tensors, which torch's encoder makes under these conditions: in evaluation, without gradients.
+    """
+    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    hidden: Tensor | None = given.get("src_key_padding_mask")
+    if hidden is None or given.get("mask") is not None or output.dim() != 3 or encoder.layers[0].training:
+        return None
+    if output.requires_grad or torch.is_autocast_enabled() or not torch.backends.mha.get_fastpath_enabled():
+        return None
+    if getattr(encoder, "mask_check", True):
+        if torch.compiler.is_compiling():
+            return None
+        hidden = hidden.bool() & (hidden[:, 1:].bool() >= hidden[:, :-1].bool()).all()
+    zeros = output.new_zeros(output.shape[-1])
+    zeros = zeros if encoder.norm is None else encoder.norm.forward(zeros)  # its hooks see the tokens alone
+    return torch.where(hidden.bool()[..., None], zeros, output)
+
+
 class MultiheadAttentionHost(Host):
     """``torch.nn.MultiheadAttention``."""
 
@@ -364,16 +397,12 @@ class MultiheadAttentionHost(Host):
         _let_into_fused_path(layer)
 
     def settle(self, model: nn.Module) -> None:
-        """Nested tensors belong to the fused path: off in each encoder that holds a swapped layer."""
+        """Nested tensors belong to the fused path: the layers of each encoder that holds a swapped one get none."""
         for encoder in model.modules():
-            if not isinstance(encoder, nn.TransformerEncoder):
-                continue
-            swapped = any(isinstance(module, SwappedMultiheadAttention) for module in encoder.modules())
-            if swapped and _KEPT_FLAG not in encoder.__dict__:
-                encoder.__dict__[_KEPT_FLAG] = encoder.use_nested_tensor
-                encoder.use_nested_tensor = False
-            elif not swapped and _KEPT_FLAG in encoder.__dict__:
-                encoder.use_nested_tensor = encoder.__dict__.pop(_KEPT_FLAG)
+            if isinstance(encoder, nn.TransformerEncoder):
+                swapped = any(isinstance(module, SwappedMultiheadAttention) for module in encoder.modules())
+                if encoder.use_nested_tensor if swapped else _zeros_padding(encoder):
+                    let_get_nested(encoder, not swapped)
 
 
 HOSTS: tuple[Host, ...] = (MultiheadAttentionHost(),)

@@ -15,7 +15,7 @@ from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.sharded import is_sharded
-from attention_modules.hosts.torch import encoders_around
+from attention_modules.hosts.torch import encoders_around, let_get_nested
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.mechanisms.shared.probe import unobserved
 from lightning_tasks.callbacks.base import Where
@@ -186,8 +186,8 @@ class LipschitzMonitor(LayerObserver):
         hooks = self._hook((layer.module, partial(self._observe, index, layer)) for index, layer in enumerate(layers))
         for encoder in encoders_around(pl_module, (layer.module for layer in layers)):
             if getattr(encoder, "use_nested_tensor", False):  # of which layers are no functions of [B, N, C]
-                encoder.use_nested_tensor = False
-                hooks.callback(setattr, encoder, "use_nested_tensor", True)
+                let_get_nested(encoder, False)
+                hooks.callback(let_get_nested, encoder, True)
 
     def _collect(self) -> dict[int, list[LayerCall]]:
         """Unhook, and return what was seen since :meth:`_open`."""

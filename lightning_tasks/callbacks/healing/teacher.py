@@ -16,7 +16,7 @@ from attention_modules.analysis.agreement import counting, output_of, relative_s
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
 from attention_modules.hosts.report import swapped_mechanisms
-from attention_modules.hosts.torch import encoders_around, same_view
+from attention_modules.hosts.torch import encoders_around, let_get_nested, same_view
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanisms.shared.probe import acting_map
 from attention_modules.swap import make_observable, restore_attention
@@ -75,7 +75,8 @@ class Teacher:
         restore_attention(self.network)
         # The swap turned nested tensors off in these encoders, and the student is given what the teacher's layers get.
         for encoder in encoders_around(self.network, map(self.network.get_submodule, self.layers)):
-            encoder.use_nested_tensor = False
+            if encoder.use_nested_tensor:
+                let_get_nested(encoder, False)
         forget_made(self.network)
         self.maps = maps
         if maps:

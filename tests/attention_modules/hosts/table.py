@@ -249,7 +249,8 @@ What else to know:
   that `need_weights` (its default!) asks for, and Hugging Face layers those of `output_attentions`. Other mechanisms
   have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys (`[B, H,
   N, 0]`). Pass `need_weights=False` where the weights are not read.
-- Swapped encoders leave PyTorch's fused path, and take no nested tensors. `nn.MultiheadAttention` counts as
+- Swapped encoders leave PyTorch's fused path, and take no nested tensors. In evaluation their output is zero at padded
+  tokens where the plain one's is. `nn.MultiheadAttention` counts as
   cross-attention as `multihead_attn` of a decoder's layer, where `kdim` or `vdim` differ, where its name has "cross" in
   it, or the class around it "CrossAttention" or "AttentionPool" (as in SigLIP's `MultiheadAttentionPoolingHead`), or
   where a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is beside it.

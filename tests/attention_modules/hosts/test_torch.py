@@ -193,6 +193,36 @@ def test_nested_tensors_are_switched_off_and_on_again() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@each_row("norm", [False, True])
+def test_padded_tokens_come_out_of_an_encoder_as_of_the_plain_one(norm: bool) -> None:
+    """Zeros, before its norm, where padding lies behind each sequence, in evaluation without gradients."""
+    behind, before = padding_mask(), padding_mask().flip(1)
+    assert behind.any()
+    masks: list[dict[str, torch.Tensor]] = [{"src_key_padding_mask": behind}, {"src_key_padding_mask": before}]
+    masks += [
+        {"src_key_padding_mask": additive(behind)},
+        {"src_key_padding_mask": additive(behind), "mask": additive(CAUSAL)},
+    ]
+    conditions = itertools.product(masks, (True, False), (torch.no_grad, torch.enable_grad, torch.inference_mode))
+    for given, training, gradients in conditions:
+        model = encoder().train(training)
+        model.norm = nn.LayerNorm(DIM) if norm else None
+        for part in model.modules():
+            if isinstance(part, nn.LayerNorm):
+                nn.init.normal_(part.bias)
+            elif isinstance(part, nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, nn.MultiheadAttention):
+                part.dropout = 0.0
+        with gradients():
+            expected = model(features(), **given)
+            swap_attention(model, "softmax")
+            torch.testing.assert_close(model(features(), **given), expected, atol=1e-5, rtol=1e-5)
+        restore_attention(model)
+        assert (model.use_nested_tensor, [*model._forward_hooks]) == (True, [])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_layer_swapped_apart_from_its_encoder_says_what_to_do_about_nested_tensors() -> None:
     model = encoder()
     swap_attention(model.layers[1], "softmax")

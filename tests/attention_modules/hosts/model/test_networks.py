@@ -128,8 +128,8 @@ def test_layers_are_counted_within_each_network() -> None:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_copies_stay_copies_and_frozen(name: str) -> None:
     mechanism, options = MECHANISMS[name]
-    past = {"mask": nn.Transformer.generate_square_subsequent_mask(TOKENS), "is_causal": True}
-    hidden = past if name in ALWAYS_CAUSAL else {}
+    mask = nn.Transformer.generate_square_subsequent_mask(TOKENS, dtype=torch.float64)
+    hidden = {"mask": mask, "is_causal": True} if name in ALWAYS_CAUSAL else {}
     for model in (pair(), nn.ModuleDict(reversed(pair().items()))):
         swap_attention(model, mechanism, **options)
         student, teacher = model["student"], model["teacher"]
@@ -138,10 +138,10 @@ def test_copies_stay_copies_and_frozen(name: str) -> None:
             assert torch.equal(value, teacher.state_dict()[key]), key
         assert all(parameter.requires_grad for parameter in student.parameters())
         assert not any(parameter.requires_grad for parameter in teacher.parameters())
-        model.eval()
+        model.double().eval()
         with torch.no_grad():
-            outs = [network(features(), **hidden) for network in (student, teacher)]
-            torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
+            outs = [network(features().double(), **hidden) for network in (student, teacher)]
+            torch.testing.assert_close(*outs, atol=1e-12, rtol=1e-12)
 
 
 @each_row("mechanism", ["gated", "differential", "dam"])

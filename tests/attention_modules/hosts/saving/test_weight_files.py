@@ -122,6 +122,28 @@ def test_mechanisms_may_share_a_parameter(tmp_path: Path) -> None:
     assert {*model.state_dict()} <= {*tensors_of(tmp_path)}
 
 
+def test_tied_mechanisms_that_a_file_holds_once_are_loaded_tied_or_missing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, load_model, save_file, save_model
+
+    def tied() -> nn.Module:
+        model = trained("bert", "sink")
+        first, second = (layer.attention.self.mechanism for layer in model.encoder.layer)
+        second._parameters.update(first._parameters)
+        return model
+
+    for name, drops_last in (("first", True), ("second", False)):
+        path, model = tmp_path / f"{name}.safetensors", tied()
+        shared = {*model.encoder.layer[drops_last].attention.self.mechanism.state_dict()}
+        lacking = {f"encoder.layer.{int(drops_last)}.attention.self.mechanism.{key}" for key in shared}
+        save_file({key: x.clone() for key, x in model.state_dict().items() if key not in lacking}, path)
+        with pytest.raises(RuntimeError, match=rf"Missing key.*layer\.{int(drops_last)}\.attention\.self\.mechanism"):
+            trained("bert", "sink").load_state_dict(load_file(path))
+    save_model(tied(), path)
+    assert load_model(tied(), path) == (set(), [])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_model(trained("bert", "sink"), path)
+
+
 def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     """transformers makes its state dict anew, without what was swapped."""
     model = trained("bert", "gated")

@@ -164,13 +164,15 @@ class Padded(pl.LightningModule):
 
     def validation_step(self, batch, batch_idx):
         padding = (torch.arange(TOKENS) == TOKENS - 1).expand(len(batch[0]), TOKENS)
-        self.log("val/loss", self.encoder(batch[0], src_key_padding_mask=padding)[:, 0].square().mean())
+        out = self.encoder(batch[0], src_key_padding_mask=padding)
+        self.log_dict({"val/loss": out[:, 0].square().mean(), "val/padded": out[:, -1].square().sum()})
 
 
 def test_layers_that_get_nested_tensors_are_measured_on_padded_ones(tmp_path):
     nested = Padded(True)
     metrics = validate(nested, tmp_path, max_iter=8)
     wanted = validate(Padded(False), tmp_path, max_iter=8)
+    assert metrics.pop("val/padded") == 0 < wanted.pop("val/padded")  # as they are without a monitor
     torch.testing.assert_close(metrics, wanted)
     assert "val/lipschitz/layer_01" in metrics
     assert nested.encoder.use_nested_tensor
