@@ -172,8 +172,8 @@ class DifferentialAttention(AttentionMechanism):
             dropout_p=dropout_p,
             scale=scale,
         )
-        gain = None if self.norm.weight is None else self.norm.weight.to(out.dtype)
-        out = F.rms_norm(out, self.norm.normalized_shape, gain, self.norm.eps) * (1 - self.lambda_init)
+        gain = self.norm.weight  # under autocast of another dtype; where weights are offloaded, the norm fetches it
+        out = self.norm(out if gain is None else out.to(gain.dtype)).to(out.dtype) * (1 - self.lambda_init)
         if self.pairs == "heads":  # a pair's features stand side by side for the output projection, as in DiffLlama
             out = out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
         return out
