@@ -66,7 +66,9 @@ def words(folder: Folder) -> dict[str, Folder | Callable[..., str]]:
             mechanism = name.partition(",")[0]
             start, good_for = _of_page(root, mechanism)
             if start != "yes":
-                start += f"; {'' if start == 'no' else 'else '}cosine {number(drift[mechanism]['output_cosine'], 2)}"
+                cosine = number(drift[mechanism]["output_cosine"], 2)
+                cosine = "above 0.99" if cosine == "1.00" else cosine
+                start += f"; {'' if start == 'no' else 'else '}cosine {cosine}"
             link = f"[{name}](../explanations/mechanisms/{mechanism}.md)"
             lines.append((-worth, [link, *cells, *costs.get(name, ["", ""]), start, good_for]))
         return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
