@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -105,18 +104,20 @@ class Swapped(nn.Module):
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         state_dict.pop(f"{prefix}mechanism.{IN_CHECKPOINT}", None)
         marked = state_dict.pop(f"{prefix}mechanism.{MARK}", None) is not None  # then its tensors must be there
-        if not marked and self._is_there(state_dict, prefix):
-            own = {f"{prefix}mechanism.{key}" for key in self.mechanism.state_dict()}
+        parameters = {f"{prefix}mechanism.{key}": each for key, each in self.mechanism.named_parameters()}
+        found = parameters.keys() & state_dict.keys()
+        blank = assign and any(each.is_meta for each in parameters.values())  # has no values to keep
+        if not marked and not blank and self._is_there(state_dict, prefix):
             given = {*state_dict}
-            if not _LOADED.lacks(missing, own, given):
-                self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
+            self.accept_plain_mechanism(state_dict, prefix + "mechanism.")
             kept = state_dict.keys() - given
-            if kept and not self.emptied and self._has_changed():
+            tied = _note_loaded(missing, parameters, found, kept)
+            if kept and not tied and not self.emptied and self._has_changed():
                 self._warn_of_a_mixture()
             elif kept:
                 self.note_as_made(copies=1)  # onto themselves
             self.emptied = False
-            _LOADED.note(missing, own & given, own & kept)
+        self.emptied = self.emptied and not found
         accept_plain_layout(self, self.dropped_query, state_dict, prefix, assign)
 
     def note_as_made(self, copies: int = 0) -> None:
@@ -181,33 +182,50 @@ class Swapped(nn.Module):
         return _swapped_blank, (type(self).host, plain), self.__getstate__()
 
 
-class _Loaded(threading.local):
-    """What the swapped layers found in the newest call of ``load_state_dict``, known by its list of missing keys.
+@dataclass
+class _Loading:
+    """What swapped layers found, and what they filled themselves, in a call of ``load_state_dict``: keys and ids."""
 
-    A state dict of a plain model has nothing for any mechanism. One that has tensors for some mechanisms lacks those of
-    the others: torch then reports them as missing, as of any model.
+    missing: list[str]  # by which the call is known
+    found: dict[str, int]
+    filled: dict[str, int]
+    told: bool = False
+
+
+_LOADINGS: deque[_Loading] = deque(maxlen=8)  # calls may be nested, by hooks
+
+
+def _note_loaded(
+    missing: list[str], parameters: Mapping[str, Tensor], found: Collection[str], filled: Collection[str]
+) -> bool:
+    """Note a layer's keys; say so where a state dict has tensors for the mechanisms of some layers alone.
+
+    Of one that is the same Parameter as another layer's, which was found, the key is missing, as in any model: files
+    hold such a Parameter once, and loaders that know it ask for this.
+
+    Returns:
+        Whether all that the layer filled were found under other names.
     """
+    known = next((each for each in [*_LOADINGS] if each.missing is missing), None)
+    if known is None:
+        known = _Loading(missing, {}, {})
+        _LOADINGS.append(known)
+    known.found |= {key: id(parameters[key]) for key in found}
+    known.filled |= {key: id(parameters[key]) for key in filled if key in parameters}
+    tied = [key for key, each in known.filled.items() if each in known.found.values()]
+    missing += tied
+    known.filled = {key: each for key, each in known.filled.items() if key not in tied}
+    if known.found and known.filled and not known.told:
+        known.told = True
+        warnings.warn(
+            f"the state dict has tensors for the mechanisms of some layers ({min(known.found)}) and none for others "
+            f"({min(known.filled)}), which keep the values that they have: right where these were swapped later, or "
+            "their weights are of a plain model; else the file is not whole",
+            stacklevel=11,
+        )
+    return all(key in tied for key in filled)
 
-    missing: Sequence[str] = ()
-    found = False
-    filled: Sequence[str] = ()
 
-    def lacks(self, missing: list[str], own: set[str], given: set[str]) -> bool:
-        """Whether a layer's ``own`` tensors are not in ``given``, where those of others were."""
-        return self.missing is missing and self.found and not own & given
-
-    def note(self, missing: list[str], found: set[str], filled: set[str]) -> None:
-        """Note what was found of a layer and what it filled itself; report these as missing if others were found."""
-        if self.missing is not missing:
-            self.missing, self.found, self.filled = missing, False, ()
-        self.found |= bool(found)
-        self.filled = [*self.filled, *sorted(filled)]
-        if self.found:
-            missing += self.filled
-            self.filled = ()
-
-
-_LOADED = _Loaded()
 _SWAPPED_CLASSES: dict[tuple[Host, type[nn.Module]], type[Swapped]] = {}
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.hosts.base import Host, Swapped, is_own_forward
+from attention_modules.hosts.base import Host, Swapped, has_hooks, is_own_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 
+_PADDED = "gets_padded_tensors_for_a_swap"  # an attribute of an encoder
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys
 _OWN_KEY = "it adds a key of its own (add_bias_kv or add_zero_attn), which no mechanism sees; build it without"
 _CROSS = re.compile(r"cross_?att", re.IGNORECASE)  # in the name: open_clip's CoCa has `cross_attn.0.attn`
@@ -196,8 +197,9 @@ class SwappedMultiheadAttention(Swapped):
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested or key.is_nested or value.is_nested:
             raise RuntimeError(
-                "a swapped nn.MultiheadAttention takes no nested tensors: swap the whole nn.TransformerEncoder, or set "
-                "its use_nested_tensor to False"
+                "a swapped nn.MultiheadAttention takes no nested tensors: pad them (torch.nested.to_padded_tensor) and "
+                "give the mask; where an nn.TransformerEncoder made them, swap it as a whole, or set its "
+                "use_nested_tensor to False"
             )
         if self.bias_k is not None or self.add_zero_attn:
             raise RuntimeError(f"a swapped nn.MultiheadAttention was changed after its swap: {_OWN_KEY}")
@@ -276,35 +278,42 @@ def encoders_around(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Tr
 def let_get_nested(encoder: nn.TransformerEncoder, nested: bool) -> None:
     """Let an encoder's layers get nested tensors in evaluation, or padded ones; its own output is the same."""
     encoder.use_nested_tensor = nested
-    if nested:
-        for key in _zeros_padding(encoder):
-            del encoder._forward_hooks[key], encoder._forward_hooks_with_kwargs[key]
-    else:
+    encoder.__dict__[_PADDED] = not nested
+    for key in [key for key, hook in encoder._forward_hooks.items() if hook is _zero_padding]:
+        del encoder._forward_hooks[key], encoder._forward_hooks_with_kwargs[key]
+    if not nested and is_own_forward(encoder, nn.TransformerEncoder.forward):
         encoder.register_forward_hook(_zero_padding, prepend=True, with_kwargs=True)
-
-
-def _zeros_padding(encoder: nn.TransformerEncoder) -> list[int]:
-    return [key for key, hook in encoder._forward_hooks.items() if hook is _zero_padding]
 
 
 def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """A forward hook that puts zeros, as they come out of the encoder's norm, where padding behind a sequence hides.
 
-    So do nested tensors, which torch's encoder makes under these conditions: in evaluation, without gradients.
+    So do nested tensors, which torch's encoder makes under these conditions: in evaluation, without gradients. Where
+    its norm is not one of each token, whose hooks see nothing of them, the output stays as it is.
     """
     given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
     hidden: Tensor | None = given.get("src_key_padding_mask")
-    if hidden is None or given.get("mask") is not None or output.dim() != 3 or encoder.layers[0].training:
+    norm, first = encoder.norm, encoder.layers[0]
+    alone = type(norm) in (nn.LayerNorm, nn.RMSNorm) and len(norm.normalized_shape) == 1 and not has_hooks(norm)
+    if (
+        hidden is None
+        or given.get("mask") is not None
+        or output.dim() != 3
+        or first.training
+        or not (alone or norm is None)
+    ):
         return None
-    if output.requires_grad or torch.is_autocast_enabled() or not torch.backends.mha.get_fastpath_enabled():
+    own = [each for name, each in first.named_parameters() if ".mechanism." not in name]
+    if torch.is_grad_enabled() and any(each.requires_grad for each in (given["src"], *own)):
+        return None
+    if torch.is_autocast_enabled() or not torch.backends.mha.get_fastpath_enabled():
         return None
     if getattr(encoder, "mask_check", True):
         if torch.compiler.is_compiling():
             return None
         hidden = hidden.bool() & (hidden[:, 1:].bool() >= hidden[:, :-1].bool()).all()
     zeros = output.new_zeros(output.shape[-1])
-    zeros = zeros if encoder.norm is None else encoder.norm.forward(zeros)  # its hooks see the tokens alone
-    return torch.where(hidden.bool()[..., None], zeros, output)
+    return torch.where(hidden.bool()[..., None], zeros if norm is None else norm.forward(zeros), output)
 
 
 class MultiheadAttentionHost(Host):
@@ -401,7 +410,7 @@ class MultiheadAttentionHost(Host):
         for encoder in model.modules():
             if isinstance(encoder, nn.TransformerEncoder):
                 swapped = any(isinstance(module, SwappedMultiheadAttention) for module in encoder.modules())
-                if encoder.use_nested_tensor if swapped else _zeros_padding(encoder):
+                if encoder.use_nested_tensor if swapped else encoder.__dict__.get(_PADDED):
                     let_get_nested(encoder, not swapped)
 
 

@@ -77,7 +77,7 @@ class SpectrumMonitor(Callback):
         self.heads = check_flag("heads", heads)
         self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._last_step = -1
-        self._spectra: dict[int, list[np.ndarray]] = {}  # of a step, those of each layer
+        self._spectra: dict[int, dict[str, np.ndarray]] = {}  # of a step, those of each layer by its name
         self._bad: dict[str, int] = {}  # how many weights of a layer were not finite when it was observed
         self._stride = 1  # records from one that is kept to the next
         self._charts = LayerCharts("SpectrumMonitor")
@@ -117,10 +117,12 @@ class SpectrumMonitor(Callback):
         self._charts.log(trainer)
         if not self._spectra:
             return
-        layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
-        figure = draw_spectra(list(self._spectra), list(self._spectra.values()), [layer.name for layer in layers])
-        save_figure(trainer, figure, "qk_spectrum/eigenvalues")
-        self._spectra = {}
+        steps, self._spectra = self._spectra, {}
+        first, *others = steps.values()
+        names = [name for name in first if all(name in each for each in others)]  # layers may have come or gone
+        if names:
+            figure = draw_spectra(list(steps), [[each[name] for name in names] for each in steps.values()], names)
+            save_figure(trainer, figure, "qk_spectrum/eigenvalues")
 
     def _warn(self, pl_module: pl.LightningModule, logged: dict[str, float], step: int) -> None:
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
@@ -139,7 +141,7 @@ class SpectrumMonitor(Callback):
             for label, values in spectra.items():
                 log_histogram(trainer, _logged_name("eigenvalues", label), values, step)
         elif trainer.loggers:
-            self._spectra[step] = list(spectra.values())
+            self._spectra[step] = dict(zip(self._bad, spectra.values(), strict=True))
             self._stride *= 1 + (len(self._spectra) > MOST_SPECTRA)
             every = self._stride * self.every_n_steps
             self._spectra = {kept: each for kept, each in self._spectra.items() if kept % every == 0}

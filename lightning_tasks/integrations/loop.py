@@ -131,7 +131,7 @@ class Loop:
         self._adds = any(isinstance(each, _PENALTIES) for each in callbacks)
         kinds = set().union(*map(kinds_of, model.modules()))
         self.strategy = next((_REFUSED[name]() for name in kinds & set(_REFUSED)), _Here())
-        self.state = SimpleNamespace(fn="fit")
+        self.state = SimpleNamespace(fn="fit", status="running")
         self.precision_plugin = SimpleNamespace(scaler=scaler)
         self.loggers = [_Pending()]
         self.logged: dict[str, Tensor] = {}

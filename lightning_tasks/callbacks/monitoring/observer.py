@@ -9,10 +9,11 @@ from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.kernels import untransformed
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards
@@ -22,6 +23,16 @@ from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_layer_choice
 
 ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces the arguments of the call
+
+
+def _untransformed_calls(hook: ForwardPreHook) -> ForwardPreHook:
+    """A hook that passes calls within ``torch.func`` by: what it kept of them would outlive the transform."""
+
+    def passing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        return None if any(untransformed(each) is not each for each in given) else hook(module, args, kwargs)
+
+    return passing
 
 
 class LayerObserver(Callback):
@@ -72,7 +83,7 @@ class LayerObserver(Callback):
         self._unhook()  # of a batch that was skipped before its end
         self._hooks = opened = ExitStack()
         for module, hook in hooks:
-            opened.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            opened.callback(module.register_forward_pre_hook(_untransformed_calls(hook), with_kwargs=True).remove)
         opened.enter_context(eager())
         return opened
 
@@ -100,6 +111,10 @@ def is_watched(layer: nn.Module) -> bool:
     """Whether an observer alone put softmax attention into the layer, which nobody asked to swap."""
     mechanism = getattr(layer, "mechanism", None)
     return isinstance(mechanism, AttentionMechanism) and mechanism in _WATCHED
+
+
+def _runs(trainer: Any) -> bool:
+    return getattr(getattr(trainer, "state", None), "status", None) == "running"
 
 
 class MechanismObserver(LayerObserver, shared=True):
@@ -141,7 +156,8 @@ class MechanismObserver(LayerObserver, shared=True):
             mechanism = self._mechanism(layer)
             if layer.name in plain or mechanism in _WATCHED:
                 # Without those of an earlier trainer, which may have ended before they could leave.
-                here = {other: of for other, of in _WATCHED.get(mechanism, {}).items() if of() is trainer}
+                known = _WATCHED.get(mechanism, Watchers())
+                here = {other: of for other, of in known.items() if of() is trainer or _runs(of())}
                 _WATCHED[mechanism] = WeakKeyDictionary({**here, self: ref(trainer)})
 
     def _leave_hooked_alone(self, pl_module: pl.LightningModule) -> None:

@@ -250,7 +250,8 @@ What else to know:
   have no map to give: there `nn.MultiheadAttention` returns None, and Hugging Face layers a map without keys (`[B, H,
   N, 0]`). Pass `need_weights=False` where the weights are not read.
 - Swapped encoders leave PyTorch's fused path, and take no nested tensors. In evaluation their output is zero at padded
-  tokens where the plain one's is. `nn.MultiheadAttention` counts as
+  tokens where the plain one's is (not in a subclass whose forward calls PyTorch's, nor with another norm at its end
+  than `LayerNorm` or `RMSNorm`). `nn.MultiheadAttention` counts as
   cross-attention as `multihead_attn` of a decoder's layer, where `kdim` or `vdim` differ, where its name has "cross" in
   it, or the class around it "CrossAttention" or "AttentionPool" (as in SigLIP's `MultiheadAttentionPoolingHead`), or
   where a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is beside it.

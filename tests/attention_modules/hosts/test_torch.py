@@ -222,6 +222,36 @@ def test_padded_tokens_come_out_of_an_encoder_as_of_the_plain_one(norm: bool) ->
         assert (model.use_nested_tensor, [*model._forward_hooks]) == (True, [])
 
 
+class Loops(nn.TransformerEncoder):
+    """Gives what each of its layers gives, and no nested tensors to any."""
+
+    def forward(self, x: torch.Tensor, src_key_padding_mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        states = [x]
+        for part in self.layers:
+            states.append(part(states[-1], src_key_padding_mask=src_key_padding_mask))
+        return tuple(states)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_other_encoders_give_what_they_gave() -> None:
+    own = Loops(nn.TransformerEncoderLayer(DIM, HEADS, 32, batch_first=True), 2).eval()
+    with torch.no_grad():
+        expected = own(features(), padding_mask())
+        swap_attention(own, "softmax")
+        torch.testing.assert_close(own(features(), padding_mask()), expected, atol=1e-5, rtol=1e-5)
+        other = encoder()
+        other.norm = nn.Sequential(nn.LayerNorm(DIM), nn.Linear(DIM, 3))  # it is not called with zeros
+        expected = other(features(), src_key_padding_mask=padding_mask())
+        swap_attention(other, "softmax")
+        found = other(features(), src_key_padding_mask=padding_mask())
+        seen = ~padding_mask()
+        torch.testing.assert_close(found[seen], expected[seen], atol=1e-5, rtol=1e-5)
+    for part in other.modules():
+        part._forward_hooks.clear()
+    restore_attention(other)
+    assert other.use_nested_tensor
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_layer_swapped_apart_from_its_encoder_says_what_to_do_about_nested_tensors() -> None:
     model = encoder()

@@ -157,6 +157,42 @@ def test_a_monitor_that_another_callback_holds_keeps_its_softmax():
     assert_plain(module)
 
 
+class Inner(Callback):
+    """Validates the network with another trainer and monitor, within a fit."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        other = TinyLM()
+        other.net = pl_module.net
+        fit(other, [AttentionMonitor(every_n_steps=1)], batches(1), batches(1), max_steps=0)
+        pl_module.net.train()
+
+
+def test_a_trainer_within_a_trainer_leaves_its_softmax():
+    module = TinyLM()
+    trainer = fit(module, [Inner(), AttentionMonitor(every_n_steps=1)], batches(2), max_epochs=2)
+    assert "attention/entropy/mean" in trainer.callback_metrics
+    assert_plain(module)
+
+
+def test_calls_within_a_transform_are_passed_by():
+    class PerSample(TinyLM):
+        def training_step(self, batch, batch_idx):
+            weights = {name: weight.detach() for name, weight in self.named_parameters()}
+
+            def loss(tokens):
+                return torch.func.functional_call(self, weights, (tokens[None],)).square().mean()
+
+            self.losses = torch.func.vmap(loss, randomness="different")(batch[0])
+            return super().training_step(batch, batch_idx)
+
+    kept = []
+    for callbacks in ([], [AttentionMonitor(every_n_steps=1)]):
+        module = PerSample()
+        fit(module, callbacks, batches(2))
+        kept.append(module.losses)
+    torch.testing.assert_close(*kept)
+
+
 @pytest.mark.parametrize("mechanism", ["softmax", "rpc"])
 @pytest.mark.parametrize("before", [True, False])
 def test_what_was_swapped_stays_swapped(mechanism, before):

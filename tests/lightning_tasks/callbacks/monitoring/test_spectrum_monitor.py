@@ -1,5 +1,6 @@
 """The QK spectrum in the logs."""
 
+import copy
 import csv
 import re
 
@@ -10,7 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 
 from attention_modules.analysis import qk_spectrum, qk_statistics
-from lightning_tasks.callbacks import SpectrumMonitor
+from lightning_tasks.callbacks import Callback, SpectrumMonitor
 from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS
 from lightning_tasks.figures.spectrum import draw_spectra
 from lightning_tasks.runs.loggers import log_histogram
@@ -123,6 +124,22 @@ def test_a_figure_where_no_logger_takes_histograms(tmp_path, monkeypatch, steps,
     assert sorted(spectra[0][1]) == pytest.approx(spectrum_of(TinyLM(), 1), rel=1e-6)
     with Image.open(f"{logger.log_dir}/qk_spectrum_eigenvalues.png") as figure:
         assert min(figure.size) > 100
+
+
+@pytest.mark.figures
+def test_a_layer_that_comes_later_is_not_in_the_figure(tmp_path, monkeypatch):
+    import lightning_tasks.callbacks.spectrum_monitor as target
+
+    class Ema(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *rest):
+            pl_module.ema = copy.deepcopy(pl_module.net)
+
+    drawn = []
+    monkeypatch.setattr(target, "draw_spectra", lambda *args: drawn.append(args) or draw_spectra(*args))
+    fit(TinyLM(), [Ema(), SpectrumMonitor(every_n_steps=1)], logger=CSVLogger(tmp_path), max_steps=3)
+    ((_, spectra, names),) = drawn
+    assert names == [f"net.encoder.layers.{index}.self_attn" for index in range(2)]
+    assert [len(each) for each in spectra] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
