@@ -35,6 +35,7 @@ _SETTINGS = (".yaml", ".yml", ".json")
 # What a folder holds whose files are of one model, adapter, tokenizer or sharded checkpoint.
 _OF_A_MODEL = (
     *("config.json", "adapter_config.json", "model_index.json", "modules.json", ".metadata"),
+    "open_clip_config.json",
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json"),
 )
 _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size and time of change
@@ -79,7 +80,8 @@ def mixed_sources(recorded: Sequence[Mapping[str, str]]) -> list[str]:
 def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Path]]:
     """Every string in plain data, and in the files of settings that one names; each with the folder where it stands."""
     if isinstance(value, Mapping):
-        value = list(value.values())
+        files = [key for key in value if isinstance(key, str) and any(map(Path.is_file, _paths(key, folder).values()))]
+        value = [*files, *value.values()]  # as {FILE: WEIGHT} of a mixture
     if isinstance(value, (list, tuple)):
         for each in value:
             yield from _texts(each, folder, seen)
@@ -286,13 +288,15 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
             texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
             packages = [package, *(text.split(".") for text in texts)]
             found += [_absolute(text, each) for text in texts for each in packages]
-            found += [] if texts else _siblings(file, package)
+            if not (values and isinstance(values[0], ast.Constant)):  # a name that is made at run time
+                found += [inner for each in packages for inner in _siblings(each)]
     return tuple(dict.fromkeys(found))
 
 
-def _siblings(file: Path, package: list[str]) -> list[str]:
-    """The import paths of all that is beside a module in its package."""
-    if not package:
+def _siblings(package: list[str]) -> list[str]:
+    """The import paths of all modules in a package."""
+    file = _module_file(".".join(package)) if package else None
+    if file is None or file.name != "__init__.py":
         return []
     inner = [each for each in file.parent.glob("*") if each.suffix == ".py" or (each / "__init__.py").is_file()]
     return [".".join([*package, each.stem]) for each in sorted(inner) if each.stem.isidentifier()]

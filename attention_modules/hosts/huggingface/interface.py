@@ -213,7 +213,7 @@ def _check_shapes(module: Any, query: Tensor, key: Tensor) -> None:
         raise RuntimeError(
             f"{type(module).__name__} gives the attention interface {found[0]} heads of width {found[1]} "
             f"({key.shape[1]} of keys), and its mechanism was built for {told[0]} of width {told[1]}: leave this layer "
-            "out of the swap"
+            "out of the swap; where tensor parallelism spread its heads since, spread the model first and swap then"
         )
 
 

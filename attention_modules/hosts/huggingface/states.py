@@ -53,8 +53,8 @@ def state_layer(cache: Any, module: Any) -> Any:
         )
     if layer.pending:
         raise RuntimeError(
-            f"the last call with this cache ended in an error in layer {index}, after its tokens were counted: start "
-            "with an empty cache, or reset() this one"
+            f"the last call with this cache, or its crop(), ended in an error in layer {index}, after tokens were "
+            "counted in other layers: start with an empty cache, or reset() this one"
         )
     layer.of, layer.ready = name, True
     return layer
@@ -120,7 +120,9 @@ def _prepared(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _left_out(cache: Any, module: Any) -> bool:
-    """Whether the cache has no place for the layer, as where an assistant exits early and runs the first layers."""
+    """Whether the cache has no place for the layer: one of an encoder, or behind an assistant's early exit."""
+    if not module.mechanism.spec.is_causal:
+        return True
     grows = getattr(cache, "layer_class_to_replicate", None) is not None
     return not grows and (getattr(module, "layer_idx", None) or 0) >= len(cache.layers)
 
@@ -424,6 +426,7 @@ class _State:
             return
         known = self.recent["q"].shape[2] if self.recent else 0
         if gone > known:
+            self.pending = True  # the layers before this one are cropped
             raise NotImplementedError(
                 f"the state of {self.of} cannot be taken back by {gone} tokens, of which {known} were recorded: call "
                 "cache.activate_past_recording() before them and after the cache's first token, which keeps the last "

@@ -200,6 +200,8 @@ def test_a_cache_is_copied_cropped_repeated_and_reset(mechanism, copied):
     torch.testing.assert_close(go_on(cache, 7), whole[:, 7:], atol=EXACT, rtol=EXACT)
     with pytest.raises(NotImplementedError, match=r"cannot be taken back by 7 tokens, of which 6 were recorded"):
         cache.crop(-7)
+    with pytest.raises(RuntimeError, match=r"or its crop\(\), ended in an error in layer 1"):  # layer 0 is cropped
+        go_on(cache, 7)
     cache.reset()
     torch.testing.assert_close(go_on(cache, 0), whole, atol=EXACT, rtol=EXACT)
     twice = model(TOKENS[:1, :6], past_key_values=DynamicCache()).past_key_values
@@ -207,6 +209,27 @@ def test_a_cache_is_copied_cropped_repeated_and_reset(mechanism, copied):
     twice.batch_select_indices(torch.tensor([0, 2]))
     found = go_on(twice, 6, TOKENS[:1].expand(2, -1))
     torch.testing.assert_close(found, whole[:1, 6:].expand(2, -1, -1), atol=EXACT, rtol=EXACT)
+
+
+@torch.no_grad()
+@each_row(("family", "inputs"), [("Marian", "input_ids"), ("Bart", "input_ids"), ("Whisper", "input_features")])
+def test_an_encoder_with_a_state_needs_no_place_in_the_cache(family, inputs):
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 60, "pad_token_id": 0}
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None}
+    more = {"num_mel_bins": 8, "max_source_positions": 10, "begin_suppress_tokens": None, "suppress_tokens": None}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **ends, **(more if family == "Whisper" else {}))
+    kind = {"Marian": "MarianMTModel"}.get(family, f"{family}ForConditionalGeneration")
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).eval()
+    swap_attention(model, "linear", where="model.encoder.*")
+    given = {inputs: torch.randn(2, 8, 20) if family == "Whisper" else TOKENS[:2]}
+    fixed = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(**given, **fixed), model.generate(**given, **fixed, use_cache=False))
+    first = model.generate(**given, **fixed, return_dict_in_generate=True)
+    again = torch.cat([first.sequences, first.sequences[:, -1:]], 1)
+    # A second turn is not what it is without a cache, in plain models too; it is not refused.
+    assert len(model.generate(**given, **fixed, decoder_input_ids=again, past_key_values=first.past_key_values)) == 2
 
 
 @torch.no_grad()

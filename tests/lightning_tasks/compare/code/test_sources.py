@@ -137,6 +137,10 @@ def test_files_beside_the_file_that_names_them_count(project):
     assert sources_of(["conf/base.json"]).keys() - found.keys() == set()
 
 
+def test_files_that_are_keys_count(project):
+    assert {*sources_of([{"data": {"files": {"weights.pt": 0.7, "index.json": 0.3}}}])} == {"weights.pt", "index.json"}
+
+
 def test_paths_behind_a_prefix_count(project):
     assert {*sources_of(["local-dir:model", f"file://{project}/weights.pt", "https://x/weights.pt"])} == {
         *("local-dir:model/config.json", "local-dir:model/model.safetensors", "local-dir:model/modeling_mine.py"),
@@ -187,6 +191,9 @@ def test_a_package_that_imports_what_it_finds_counts_whole(project):
     assert {*sources_of(["registry.Mine"])} == {
         *("registry (__init__.py)", "registry.one (one.py)", "registry.inner (__init__.py)", "my_deeper (my_deeper.py)")
     }
+    called = "importlib.import_module('.' + name, package='registry')"
+    (project / "outside.py").write_text(f"import importlib\ndef load(name):\n    return {called}\n")
+    assert {*sources_of(["registry.Mine"])} < {*sources_of(["outside.load"])}
     (project / "alone.py").write_text(text)  # in no package: what it finds cannot be told
     assert {*sources_of(["alone.Mine"])} == {"alone (alone.py)"}
 
