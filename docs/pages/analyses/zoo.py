@@ -18,7 +18,7 @@ _NEUTRAL = re.compile(r"Neutral\s+start:\s+(none|its own|at one length only|`[^`
 _GOOD_FOR = re.compile(r"Good for: (.+?)(?:[.;:\n]|, (?:in )?wh)")
 WHEN = {  # where the page says more than a clause
     "kde": "as a control of RPC-Attention and of the robust forms rkde and mom",
-    "position_bias": "as the control of `scaled`; measured [with it](scaled_attention.md)",
+    "position_bias": "as the control of `scaled`; measured [on the page of `scaled`](scaled_attention.md)",
     "rpc": "its paper reports robustness of image models, [not shown here](rpc_autoattack.md)",
     "ssa": "as ssmax, when starting from a pretrained model",
 }
