@@ -278,11 +278,13 @@ def encoders_around(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Tr
 def let_get_nested(encoder: nn.TransformerEncoder, nested: bool) -> None:
     """Let an encoder's layers get nested tensors in evaluation, or padded ones; its own output is the same."""
     encoder.use_nested_tensor = nested
-    encoder.__dict__[_PADDED] = not nested
+    encoder.__dict__.pop(_PADDED, None)
     for key in [key for key, hook in encoder._forward_hooks.items() if hook is _zero_padding]:
         del encoder._forward_hooks[key], encoder._forward_hooks_with_kwargs[key]
-    if not nested and is_own_forward(encoder, nn.TransformerEncoder.forward):
-        encoder.register_forward_hook(_zero_padding, prepend=True, with_kwargs=True)
+    if not nested:
+        encoder.__dict__[_PADDED] = True
+        if is_own_forward(encoder, nn.TransformerEncoder.forward):
+            encoder.register_forward_hook(_zero_padding, prepend=True, with_kwargs=True)
 
 
 def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
