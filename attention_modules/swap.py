@@ -401,6 +401,7 @@ def _build(
     layers = [describe(found, layer) for layer in chosen]
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=sorted(device.index for device in devices)), _initialized(model):
+        _draw_others(found, chosen)
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
@@ -408,6 +409,15 @@ def _build(
     if found.networks[1:]:
         equalize_copies(found, plan)
     return plan
+
+
+def _draw_others(found: Survey, chosen: list[Found]) -> None:
+    """Draw other values than earlier swaps, of other layers of the same networks, drew from the same random state."""
+    names = {layer.name for layer in chosen}
+    beside = {name for network in found.networks if names & {*network.layers} for name in network.layers} - names
+    modules = [each.module for each in found.layers if each.name in beside]
+    if count := sum(isinstance(module, Swapped) and bool(module.mechanism.state_dict()) for module in modules):
+        torch.default_generator.manual_seed(int(torch.randint(1 << 62, (count,), device="cpu")[-1]))
 
 
 def _initialized(model: nn.Module) -> AbstractContextManager[object]:

@@ -114,6 +114,10 @@ class LipschitzMonitor(LayerObserver):
         """Take it from a checkpoint."""
         self._validations = state_dict["validations"]
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._validations, self._warned = 0, set()  # of another run; a checkpoint is read after this
+        super().setup(trainer, pl_module, stage)
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)  # refused here, before anything is written
         warn_without_validation(trainer, self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,6 +156,7 @@ class NonFiniteGuard(Callback):
         self._settle(trainer, pl_module)
         shared = is_strategy(trainer, *_SHARDED)
         found = Flags(self._sample.losses, _parameters_of(optimizer), shared), self._sample, self._window
+        self._sample = replace(self._sample, losses=[])  # a later step of the batch has losses of its own
         self._window, self._stepped = _Window(), True
         if self.action == "stop" and reads_late(pl_module):
             self._unread = found

@@ -231,8 +231,8 @@ def _module_file(name: str) -> Path | None:
 @lru_cache(maxsize=1 << 16)
 def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
     file, parts = None, name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _spec(".".join(parts[:depth]), folders)
+    for depth, part in enumerate(parts):
+        spec = _spec(part, folders, depth == 0)
         if spec is None:
             break
         if spec.origin and spec.has_location:
@@ -243,9 +243,10 @@ def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
     return file
 
 
-def _spec(name: str, folders: tuple[str, ...]) -> ModuleSpec | None:
+def _spec(name: str, folders: tuple[str, ...], outermost: bool) -> ModuleSpec | None:
+    """By the last part of an import path: by all of it, nested folders without `__init__.py` are asked of Python."""
     spec = PathFinder.find_spec(name, list(folders))
-    if spec is not None or "." in name:
+    if spec is not None or not outermost:
         return spec
     try:
         return find_spec(name)  # of an editable installation; without a dot nothing is imported for it
@@ -318,8 +319,6 @@ def _absolute(name: str, package: list[str]) -> str:
 
 
 def _package_of(file: Path, name: str) -> list[str]:
-    """The package in which a module's relative imports start: that of the import path, as far as it names files."""
+    """The package in which a module's relative imports start; its file may have another name, behind a link."""
     parts = name.split(".")
-    while parts and parts[-1] != file.stem and not (file.stem == "__init__" and parts[-1] == file.parent.name):
-        parts.pop()
     return parts if file.stem == "__init__" else parts[:-1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
@@ -29,6 +33,7 @@ from lightning_tasks.callbacks import (
 )
 from lightning_tasks.callbacks.base import kinds_of
 from lightning_tasks.callbacks.monitoring.names import to_numbers
+from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
 
 Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
@@ -144,8 +149,9 @@ class Loop:
         self._log = log
         self._view = _View(model, self)
         self._hooks = ExitStack()
-        self._in_batch = self._went_back = self._in_backward = self._announced = False
-        self._since_step = 0  # backward passes
+        self._in_batch = self._went_back = self._in_backward = self._announced = self._told = False
+        self._since_step = self._backward_passes = 0  # backward passes since the last step, and all
+        self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
 
     @property
@@ -164,8 +170,9 @@ class Loop:
             self._call("on_exception", error)
             raise
         open_hook = self._hooks.callback
-        open_hook(self.model.register_forward_pre_hook(self._before_forward, prepend=True).remove)
-        open_hook(self.model.register_forward_hook(self._after_forward).remove)
+        before, after = (OwnHook(self.model, hook) for hook in (self._before_forward, self._after_forward))
+        open_hook(self.model.register_forward_pre_hook(before, prepend=True).remove)
+        open_hook(self.model.register_forward_hook(after).remove)
         # Those of all optimizers run after an optimizer's own, by which QKClip clips.
         open_hook(register_optimizer_step_pre_hook(self._before_step).remove)
         open_hook(register_optimizer_step_post_hook(self._after_step).remove)
@@ -204,12 +211,14 @@ class Loop:
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._in_batch and not self._in_backward and torch.is_grad_enabled():
+            # Here, as functional_call and FSDP2 put others in the place of Parameters while the model runs.
+            nodes = [get_gradient_edge(each).node for each in model.parameters() if each.requires_grad]
             for each in _tensors(output):
                 if each.requires_grad:
-                    each.register_hook(self._begin_backward)
+                    each.register_hook(partial(self._begin_backward, nodes))
 
-    def _begin_backward(self, gradient: Tensor) -> None:
-        if self._in_backward or not self._in_batch:
+    def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
+        if self._in_backward or not self._in_batch or not _reaches_any(nodes):
             return
         self._in_backward = True
         if all(each.grad is None for each in self.model.parameters()):  # of a step that was taken, or left out
@@ -221,7 +230,7 @@ class Loop:
 
     def _end_backward(self) -> None:
         self._in_backward, self._went_back = False, True
-        self._since_step += 1
+        self._since_step, self._backward_passes = self._since_step + 1, self._backward_passes + 1
         self._call("on_after_backward")
         # Here, before whoever clips gradients, as in Lightning; scaled ones are right at the step alone.
         if self._since_step == self.accumulate_grad_batches and self.precision_plugin.scaler is None:
@@ -229,13 +238,31 @@ class Loop:
                 self._call("on_before_optimizer_step", optimizer)
             self._announced = True
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
             return
+        if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
+            self._tell_of_unseen(optimizer)
+        self._seen[id(optimizer)] = self._backward_passes
         if self._adds:
             self._refuse_hidden(optimizer)
         if not (self._announced and self.optimizers):
             self._call("on_before_optimizer_step", optimizer)
+
+    def _tell_of_unseen(self, optimizer: Optimizer) -> None:
+        """Refuse a step by gradients of which no backward pass was seen; warn where callbacks only watch."""
+        if all(each.grad is None for group in optimizer.param_groups for each in group["params"]):
+            return
+        names = ", ".join(type(each).__name__ for each in self.callbacks)
+        text = (
+            f"{names} saw nothing of this step: no backward pass came from an output of the model. Call the model "
+            "itself (not its parts, nor through torch.func), in training mode, and have it return tensors"
+        )
+        if any(isinstance(each, _ACT) for each in self.callbacks):
+            raise ValueError(text)
+        if not self._told:
+            warnings.warn(text, stacklevel=4)
+        self._told = True
 
     def _refuse_hidden(self, optimizer: Optimizer) -> None:
         """Refuse a step of more backward passes than were said, or by a scaler that nobody named."""
@@ -309,7 +336,21 @@ def _steps_by_scaler() -> bool:
 
 def _tensors(output: Any) -> list[Tensor]:
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    return [each for each in leaves if isinstance(each, Tensor)]
+    inner = [tensor for each in leaves if is_dataclass(each) for tensor in _tensors([*vars(each).values()])]
+    return [each for each in leaves if isinstance(each, Tensor)] + inner
+
+
+def _closure_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """What a step is given to compute the gradients itself; the first argument is the optimizer."""
+    return keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
+
+
+def _reaches_any(nodes: Sequence[Any]) -> bool:
+    """Whether the backward pass that runs accumulates gradients of any of these; torch.autograd.grad() does not."""
+    try:
+        return any(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined]
+    except RuntimeError:  # it was asked for a Parameter's gradient
+        return False
 
 
 def watch(

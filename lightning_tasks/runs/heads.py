@@ -17,17 +17,23 @@ _MOST_MISSING = 100_000  # places of steps and layers, before those without a va
 History = tuple[list[int], list[int], np.ndarray]
 
 
-def write_heads(path: Path, histories: Mapping[str, History], started: set[str]) -> None:
+def write_heads(path: Path, histories: Mapping[str, History], started: set[str], trains: bool = True) -> None:
     """Append values by name.
 
     Rows of a name that is not in ``started``, from the first step on that is written now, are of an earlier run and
-    go: of one that is resumed here, or that was another. So no step is there twice.
+    go: of one that is resumed here, or that was another. So no step is there twice. What does not train, as a
+    validation with the logger of a fit, takes the place of its own steps alone.
     """
-    first = {name: min(steps) for name, (steps, *_) in histories.items() if name not in started}
+    new = {name: steps for name, (steps, *_) in histories.items() if name not in started}
+
+    def stays(row: Mapping[str, str]) -> bool:
+        steps, step = new.get(row["name"]), int(row["step"])
+        return steps is None or (step < min(steps) if trains else step not in steps)
+
     heads = max(values.shape[2] for *_, values in histories.values())
     columns = ["step", "name", "layer", *map(head_part, range(heads))]
-    if path.is_file() and first:
-        _filter(path, columns, lambda row: row["name"] not in first or int(row["step"]) < first[row["name"]])
+    if path.is_file() and new:
+        _filter(path, columns, stays)
     is_new = not path.is_file()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 
 Action = Callable[[pl.LightningModule], None]
 
 
-def _configure_then_run(
-    pl_module: pl.LightningModule, previous: Callable[[], None] | None, actions: dict[int, tuple[int, Action]]
-) -> None:
+class _Actions(dict[int, tuple[int, Action]]):
+    """By the identity of their owner: that of the trainer, and the action. A copied module has none."""
+
+    def __deepcopy__(self, memo: Any) -> _Actions:
+        return _Actions()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Actions, ()
+
+
+def _configure_then_run(pl_module: pl.LightningModule, previous: Callable[[], None] | None, actions: _Actions) -> None:
     if previous is None:
         type(pl_module).configure_model(pl_module)
     else:
@@ -21,12 +30,9 @@ def _configure_then_run(
         action(pl_module)
 
 
-def _pending_actions(pl_module: pl.LightningModule) -> dict[int, tuple[int, Action]] | None:
-    """By the identity of their owner, actions and the identity of the trainer that they are for."""
+def _pending_actions(pl_module: pl.LightningModule) -> _Actions | None:
     hook = vars(pl_module).get("configure_model")
-    if isinstance(hook, partial) and hook.func is _configure_then_run:
-        return hook.args[2]
-    return None
+    return hook.args[2] if isinstance(hook, partial) and hook.func is _configure_then_run else None
 
 
 def after_configure_model(pl_module: pl.LightningModule, owner: pl.Callback, action: Action) -> None:
@@ -38,7 +44,7 @@ def after_configure_model(pl_module: pl.LightningModule, owner: pl.Callback, act
     """
     actions = _pending_actions(pl_module)
     if actions is None:
-        actions = {}
+        actions = _Actions()
         previous = vars(pl_module).get("configure_model")
         # A partial, unlike a closure, can be copied and pickled with the module.
         pl_module.configure_model = partial(_configure_then_run, pl_module, previous, actions)  # type: ignore[method-assign]

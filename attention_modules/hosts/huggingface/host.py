@@ -416,13 +416,15 @@ def _spread(layer: Any, mechanism: AttentionMechanism) -> str | None:
 
 def _shares_keys(layer: Any, mechanism: AttentionMechanism) -> str | None:
     """Why a mechanism that keeps no keys has no place in a layer, if so."""
-    sharing = any(getattr(layer, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
-    if mechanism.cache != "state" or not sharing:
+    if mechanism.cache != "state":
         return None
-    return (
-        f"other layers share its keys and values, and {type(mechanism).__name__} keeps a state in their place: choose "
-        "another mechanism, or leave this layer out of the swap"
-    )
+    if any(getattr(layer, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv")):
+        why = f"other layers share its keys and values, and {type(mechanism).__name__} keeps a state in their place"
+    elif _call_of(layer).times > 1:
+        why = f"it attends several times in a call, and {type(mechanism).__name__} keeps one state, of one attention"
+    else:
+        return None
+    return f"{why}: choose another mechanism, or leave this layer out of the swap"
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

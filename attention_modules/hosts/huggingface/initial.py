@@ -1,7 +1,9 @@
-"""What ``from_pretrained`` gives the mechanisms of a class that swaps in its ``__init__``, from a plain folder.
+"""What transformers' initialization of weights does to mechanisms: it leaves what they hold, and fills empty ones.
 
-transformers builds the model without memory, and has the model's ``_init_weights`` fill what the folder lacks. That
-knows nothing of mechanisms, whose Parameters would hold whatever stood in the memory.
+``post_init()``, of a model that is put around a swapped one too, initializes each module without a mark. And
+``from_pretrained`` of a class that swaps in its ``__init__`` builds the model without memory, and has the model's
+``_init_weights`` fill what the folder lacks. That knows nothing of mechanisms, whose Parameters would hold whatever
+stood in the memory.
 """
 
 from __future__ import annotations
@@ -12,12 +14,19 @@ import torch
 from torch import nn
 
 from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.model.attached import attach, is_of_transformers
+
+_DONE = "_is_hf_initialized"  # transformers' mark of a module, and of a tensor
 
 
 def attach_initial(model: nn.Module) -> None:
-    """Have each model with swapped layers make mechanisms as a swap does."""
+    """Have each model with swapped layers make mechanisms as a swap does, and only those without memory."""
     attach(model, "_init_weights", _init_weights, is_of_transformers)
+    for layer in model.modules():
+        if isinstance(layer, Swapped) and not any(tensor.is_meta for tensor in layer.mechanism.state_dict().values()):
+            for module in layer.mechanism.modules():
+                module.__dict__.setdefault(_DONE, True)
 
 
 @torch.no_grad()
@@ -28,5 +37,5 @@ def _init_weights(model: Any, module: nn.Module) -> None:
         return
     new = type(module)(module.spec, **module.built_with).state_dict()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if not getattr(tensor, "_is_hf_initialized", False):
+        if not getattr(tensor, _DONE, False):
             tensor.copy_(new[name])

@@ -99,8 +99,8 @@ def _save_swapped(
     """``save_pretrained`` of a model with swapped layers; see the module.
 
     Raises:
-        ValueError: if peft's layers are around weights, a quantizer writes the weights by itself, or a state dict that
-            is given lacks a tensor of a mechanism.
+        ValueError: if peft's layers are around weights, a quantizer writes the weights by itself, weights beside query
+            rows are offloaded, or a state dict that is given lacks a tensor of a mechanism.
     """
     plan = plan_of(model)
     plain = functools.partial(type(model).save_pretrained, model, save_directory, is_main_process)
@@ -126,6 +126,12 @@ def _save_swapped(
             "swapped: call restore_attention() to save the plain model, or keep the weights with "
             "torch.save(model.state_dict(), path)"
         )
+    for name, _, layer in _swapped(model):
+        if layer.dropped_query and any(each.is_meta for each in layer.parameters()):
+            raise ValueError(
+                f"weights of {name!r} are offloaded, beside which its query rows would not be found: call "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True), save, and dispatch again"
+            )
     weights = _in_plain_layout(dict(model.state_dict() if state_dict is None else state_dict), model)
     content = (json.dumps({"format": 3, "layers": plan}, indent=2) + "\n").encode()
     if not Path(save_directory).is_file():

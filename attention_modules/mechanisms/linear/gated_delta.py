@@ -92,24 +92,27 @@ class GatedDeltaAttention(DeltaAttention):
 
     function = staticmethod(gated_delta_attention)
     of_heads = ("beta.weight", "decay.weight", "decay_bias", "log_rate")
+    decay_bias: nn.Parameter
+    log_rate: nn.Parameter
 
     def __init__(self, spec: AttentionSpec, negative: bool = False, output: Output = "norm") -> None:
         super().__init__(spec, negative, output)
         self.decay = nn.Linear(spec.dim, spec.num_heads, bias=False)
-        self.decay_bias, self.log_rate = new_decay(spec.num_heads, spec.num_heads, slowest=0.0)
+        add_decay(self, spec.num_heads, spec.num_heads, slowest=0.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         *rest, beta = super().tensors(q, k, v, x)
         return *rest, decay_of(self.decay(x), self.decay_bias, self.log_rate).squeeze(-1), beta
 
 
-def new_decay(biases: int, heads: int, slowest: float) -> tuple[nn.Parameter, nn.Parameter]:
+def add_decay(mechanism: nn.Module, biases: int, heads: int, slowest: float) -> None:
     """b and A as published: softplus(b) log-uniform between 0.001 and 0.1, e^A uniform up to 16; not to be decayed."""
     steps = torch.empty(biases).uniform_(math.log(1e-3), math.log(0.1)).exp()
     rates = torch.empty(heads).uniform_(slowest, 16.0).clamp(min=1e-4)
-    bias, log_rate = nn.Parameter(steps + (-torch.expm1(-steps)).log()), nn.Parameter(rates.log())
-    bias._no_weight_decay = log_rate._no_weight_decay = True  # type: ignore[attr-defined]
-    return bias, log_rate
+    mechanism.decay_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())
+    mechanism.log_rate = nn.Parameter(rates.log())
+    for parameter in (mechanism.decay_bias, mechanism.log_rate):  # once registered: accelerate makes them anew there
+        parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
 
 def decay_of(logits: Tensor, bias: Tensor, log_rate: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.delta import DeltaAttention
-from attention_modules.mechanisms.linear.gated_delta import decay_of, new_decay
+from attention_modules.mechanisms.linear.gated_delta import add_decay, decay_of
 from attention_modules.mechanisms.linear.stateful import Output, mix_by_state
 
 
@@ -90,12 +90,14 @@ class KimiDeltaAttention(DeltaAttention):
 
     function = staticmethod(kda_attention)
     of_heads = ("beta.weight", "decay.1.weight", "decay_bias", "log_rate")
+    decay_bias: nn.Parameter
+    log_rate: nn.Parameter
 
     def __init__(self, spec: AttentionSpec, negative: bool = False, output: Output = "norm") -> None:
         super().__init__(spec, negative, output)
         heads, width = spec.num_heads, spec.head_dim
         self.decay = nn.Sequential(nn.Linear(spec.dim, width, bias=False), nn.Linear(width, heads * width, bias=False))
-        self.decay_bias, self.log_rate = new_decay(heads * width, heads, slowest=1.0)
+        add_decay(self, heads * width, heads, slowest=1.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         *rest, beta = super().tensors(q, k, v, x)

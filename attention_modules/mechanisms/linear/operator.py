@@ -115,6 +115,7 @@ def _group(
         a = a.masked_fill(starts if a.dim() == 3 else starts.unsqueeze(-1), FADED)
     if a is not None and a.dim() == 3:
         a = a.unsqueeze(-1)
+    number = int(number) if torch.jit.is_tracing() else number  # which gives tensors for sizes
     size = min(CHUNK, 1 << (number - 1).bit_length())
     count = -(-number // size)
 

@@ -57,7 +57,7 @@ class HeadRecord:
         for name in dict.fromkeys(name for name, *_ in pending):
             places = [place for place, (other, *_) in enumerate(pending) if other == name]
             histories[name] = [pending[place][1] for place in places], self._layers, means[places]
-        write_heads(folder / TABLE, histories, self._started)
+        write_heads(folder / TABLE, histories, self._started, trains=trainer.state.fn == "fit")
         self._started |= histories.keys()
         self._is_drawn = False
 

@@ -18,6 +18,7 @@ from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_flat_shards
 from lightning_tasks.callbacks.monitoring.names import listed
+from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.eager import eager
 from lightning_tasks.training.limits import check_layer_choice
@@ -83,7 +84,8 @@ class LayerObserver(Callback):
         self._unhook()  # of a batch that was skipped before its end
         self._hooks = opened = ExitStack()
         for module, hook in hooks:
-            opened.callback(module.register_forward_pre_hook(_untransformed_calls(hook), with_kwargs=True).remove)
+            own = OwnHook(module, _untransformed_calls(hook))
+            opened.callback(module.register_forward_pre_hook(own, with_kwargs=True).remove)
         opened.enter_context(eager())
         return opened
 

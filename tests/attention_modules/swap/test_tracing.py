@@ -83,6 +83,19 @@ def test_values_between_layers_are_missed_by_name() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("mechanism", ["softmax", "rpc", "retention", "gated_delta"])
+def test_a_causal_encoder_is_traced(mechanism: str) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    swap_attention(model, mechanism)
+    inputs = torch.randn(2, 6, 16), nn.Transformer.generate_square_subsequent_mask(6)
+    expected = model(*inputs)
+    for grads in torch.enable_grad(), torch.no_grad():
+        with grads:
+            torch.testing.assert_close(torch.jit.trace(model, inputs)(*inputs), expected)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_script_is_refused_and_trace_is_not() -> None:
     model = vit()
     swap_attention(model, "gated", layers=[1])

@@ -134,6 +134,18 @@ def test_manual_optimization(reading):
     assert ("parameters were not finite before: net.head.bias;" in text) == (reading == "at once")
 
 
+def test_a_step_is_judged_by_its_own_backward_passes():
+    class First(TwoOptimizers):
+        def manual_backward(self, loss):
+            self.passes = getattr(self, "passes", 0) + 1
+            super().manual_backward(loss * math.nan if self.passes == 3 else loss)
+
+    module, guard = First(), NonFiniteGuard("skip", max_consecutive_skips=1)
+    with pytest.warns(UserWarning, match="skipped step"):
+        fit(module, [guard], loader=batches(4))
+    assert (module.passes, guard.skipped) == (8, 1)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_skipped_step_is_one_that_was_not_taken(optimizer, tmp_path, capsys):
     class LeavesOut(Poisoned):

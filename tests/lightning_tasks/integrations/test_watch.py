@@ -1,8 +1,11 @@
 """In a bare loop and in transformers' Trainer, callbacks see and do what they do in Lightning's, bit by bit."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import attnswap
@@ -168,3 +171,81 @@ def test_what_cannot_run_here_is_refused_by_name():
     watching = attnswap.watch(module, callbacks=[AttentionMonitor(where="nothing")])
     with pytest.raises(ValueError, match="nothing"), watching:
         pass
+
+
+def _probed(module, loss):
+    torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+
+
+def _probed_by_one(module, loss):
+    torch.autograd.grad(loss, [next(module.parameters())], retain_graph=True)
+
+
+@pytest.mark.parametrize("probe", [_probed, _probed_by_one])
+def test_gradients_that_the_loop_takes_itself_are_without_the_penalty(probe):
+    found = []
+    for before in (lambda module, loss: None, probe):
+        module = TinyLM()
+        optimizer = module.configure_optimizers()
+        with attnswap.watch(
+            module, log=dict, callbacks=[EntropyRegularizer(5.0, target=0.3), LocAteR(0.1)], optimizer=optimizer
+        ):
+            for inputs, targets in batches():
+                loss = cross_entropy(module(inputs).flatten(0, 1), targets.flatten())
+                before(module, loss)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(weights_of(module))
+    assert torch.equal(*found)
+
+
+class Parts(TinyLM):
+    """A model that a loop may call in several ways."""
+
+    def forward(self, tokens, kind="tensor"):
+        out = super().forward(tokens)
+        return Out(out) if kind == "dataclass" else out
+
+
+@dataclass
+class Out:
+    """What a model gives."""
+
+    logits: torch.Tensor
+
+
+CALLS = {
+    "tensor": lambda module, inputs: module(inputs),
+    "dataclass": lambda module, inputs: module(inputs, "dataclass").logits,
+    "functional": lambda module, inputs: functional_call(module, dict(module.named_parameters()), (inputs,)),
+    "of its parts": lambda module, inputs: module.net["head"](module.net["encoder"](module.net["embed"](inputs))),
+    "evaluates": lambda module, inputs: module.eval()(inputs),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["EntropyRegularizer", "LogitMonitor"])
+def test_a_batch_is_seen_however_the_model_is_called_or_the_step_says_so(call, name):
+    seen, module = [], Parts()
+    optimizer, callbacks = module.configure_optimizers(), CALLBACKS[name]()
+
+    def train():
+        with attnswap.watch(module, log=lambda _, step: seen.append(step), callbacks=callbacks, optimizer=optimizer):
+            for inputs, targets in batches(2):
+                cross_entropy(CALLS[call](module, inputs).flatten(0, 1), targets.flatten()).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    if call in ("tensor", "dataclass", "functional"):
+        train()
+        assert seen == [0, 1]
+    elif name == "EntropyRegularizer":
+        before = weights_of(module)
+        with pytest.raises(ValueError, match="EntropyRegularizer saw nothing of this step: no backward pass"):
+            train()
+        assert torch.equal(weights_of(module), before)
+    else:
+        with pytest.warns(UserWarning, match="LogitMonitor saw nothing of this step") as told:
+            train()
+        assert len([each for each in told if "saw nothing" in str(each.message)]) == 1

@@ -392,6 +392,14 @@ def test_layers_whose_keys_others_take_are_refused():
         swap_attention(model, "window")
 
 
+def test_layers_that_attend_twice_in_a_call_are_refused():
+    model = llama(family="DiffLlama")
+    with pytest.raises(
+        AttentionSwapError, match="attends several times in a call, and WindowAttention keeps one state"
+    ):
+        swap_attention(model, "window")
+
+
 def test_training_with_a_cache_in_the_call_has_the_same_gradients():
     gradients = []
     for use_cache in (False, True):

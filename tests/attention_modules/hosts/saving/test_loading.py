@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -229,6 +230,25 @@ def test_a_model_on_several_devices_is_dispatched_after_loading(tmp_path: Path) 
     assert torch.equal(output(loaded), output(model))
 
 
+def test_query_rows_beside_offloaded_weights_are_refused_before_a_file_is_written(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = built("bert")
+    swap_attention(model, "symmetric")
+    expected = output(model)
+    folder = saved(model, tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    spread = {"embeddings": "cpu", "encoder.layer.0": "disk", "encoder.layer.1": "cpu", "pooler": "cpu"}
+    accelerate.dispatch_model(model, spread, main_device="cpu", offload_dir=tmp_path / "offloaded")
+    with pytest.raises(
+        ValueError, match=r"'encoder\.layer\.0\.attention\.self' are offloaded, .*remove_hook_from_module"
+    ):
+        model.save_pretrained(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    model.save_pretrained(folder)
+    assert torch.equal(output(load_pretrained(type(model), folder)), expected)
+
+
 def test_a_variant_has_its_own_weights(tmp_path: Path) -> None:
     built("bert").save_pretrained(tmp_path)
     model = built("bert")
@@ -282,3 +302,40 @@ def test_a_class_that_swaps_itself_reads_a_plain_folder(mechanism: str, tmp_path
     model.config.mechanism = mechanism
     again = SwapsItself.from_pretrained(saved(model, tmp_path / "own"))
     assert torch.equal(output(again.eval()), output(model))
+
+
+class Around(transformers.PreTrainedModel):
+    """A model of one's own around another."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__(transformers.PretrainedConfig())
+        self.encoder, self.head = encoder, nn.Linear(8, 2)
+        self.post_init()
+
+
+def _decoded(encoder: nn.Module) -> nn.Module:
+    config = transformers.BertConfig(**SIZES, is_decoder=True, add_cross_attention=True)
+    return transformers.EncoderDecoderModel(encoder=encoder, decoder=transformers.BertLMHeadModel(config))
+
+
+@pytest.mark.parametrize(
+    "put", [Around, _decoded, lambda encoder: encoder.post_init()], ids=["own", "decoder", "itself"]
+)
+@pytest.mark.parametrize("again", ["kept", "copied", "loaded"])
+def test_what_is_built_around_a_trained_mechanism_leaves_it(
+    put: Callable[[nn.Module], object], again: str, tmp_path: Path
+) -> None:
+    model = built("bert")
+    swap_attention(model, "gated")
+    for name, parameter in model.named_parameters():
+        if "mechanism" in name:
+            nn.init.normal_(parameter)
+    if again == "loaded":
+        model = load_pretrained(type(model), saved(model, tmp_path))
+    elif again == "copied":
+        model = copy.deepcopy(model)
+    expected = output(model)
+    put(model)
+    assert torch.equal(output(model.eval()), expected)

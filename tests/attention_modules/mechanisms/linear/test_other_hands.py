@@ -42,6 +42,14 @@ class Layer(nn.Module):
 
 
 @each
+def test_a_model_without_memory_is_swapped(mechanism):
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        model = llama(mechanism)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@each
 @pytest.mark.filterwarnings("ignore:saving . swapped attention layers")
 def test_a_saved_model_loads_as_it_was(mechanism, tmp_path):
     model = llama(mechanism).eval()

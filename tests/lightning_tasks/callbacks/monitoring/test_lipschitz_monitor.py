@@ -278,6 +278,11 @@ def test_only_every_so_many_validations(tmp_path):
     resumed = trainer(tmp_path, monitor, Record(), max_epochs=5, num_sanity_val_steps=0, limit_val_batches=1)
     resumed.fit(Ours(), loader(), loader(), ckpt_path=tmp_path / "three.ckpt", weights_only=True)
     assert seen == [False, True]  # the fourth and the fifth
+    for _ in range(2):
+        seen.clear()
+        again = trainer(tmp_path, monitor, Record(), max_epochs=1, num_sanity_val_steps=0, limit_val_batches=1)
+        again.fit(Ours(), loader(), loader())
+        assert seen == [True]  # the first of another run
 
 
 def test_bfloat16_weights_and_activations(tmp_path):

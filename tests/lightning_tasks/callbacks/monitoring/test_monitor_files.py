@@ -173,6 +173,15 @@ def test_a_resumed_run_doubles_no_step_in_the_table(tmp_path):
     assert steps == {"attention/entropy": [0, 1, 2], "val/attention/entropy": [2]}
 
 
+def test_what_does_not_train_replaces_its_own_steps_alone(tmp_path):
+    value = np.ones((1, 1, 2))
+    write_heads(tmp_path / TABLE, {"x": ([4, 8], [0], np.concatenate([value, value]))}, set())
+    for step in (0, 8):
+        write_heads(tmp_path / TABLE, {"x": ([step], [0], 3 * value)}, set(), trains=False)
+    steps, _, values = read_heads(tmp_path / TABLE)["x"]
+    assert dict(zip(steps, values[:, 0, 0].tolist(), strict=True)) == {0: 3, 4: 1, 8: 3}
+
+
 def test_a_table_of_another_model_is_replaced(tmp_path):
     write_heads(tmp_path / TABLE, {"old": ([0, 1], [0], np.ones((2, 1, 3)))}, set())
     write_heads(tmp_path / TABLE, {"new": ([5], [3], np.array([[[0.5, np.nan]]]))}, set())

@@ -1,5 +1,7 @@
 """Monitors leave the model and the process as they found them: plain layers, no hooks, compiled code."""
 
+import copy
+import io
 import pickle
 import signal
 
@@ -15,11 +17,14 @@ from lightning_tasks.callbacks import (
     AttentionMapLogger,
     AttentionMonitor,
     Callback,
+    EntropyRegularizer,
     LipschitzMonitor,
+    LogitMonitor,
     PursuitMonitor,
+    QKClip,
     SwapAttention,
 )
-from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel, TinyLM, batches, fit
+from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel, TinyLM, batches, fit, weights_of
 from tests.rows import each_row
 
 
@@ -191,6 +196,52 @@ def test_calls_within_a_transform_are_passed_by():
         fit(module, callbacks, batches(2))
         kept.append(module.losses)
     torch.testing.assert_close(*kept)
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: AttentionMonitor(every_n_steps=1, stages=["train"]),
+        lambda: LogitMonitor(every_n_steps=1),
+        lambda: QKClip(tau=0.5),
+        lambda: EntropyRegularizer(0.5, target=0.3),
+    ],
+)
+def test_a_copy_that_is_made_in_a_batch_is_not_watched(callback):
+    """Nor does watching keep a step from copying and saving the module."""
+
+    class Student(TinyLM):
+        teacher = None
+
+        def __init__(self, lazily):
+            super().__init__()
+            self.lazily, self.rows = lazily, []
+
+        def copied(self):
+            teacher = copy.deepcopy(self).requires_grad_(False)
+            for part in attentions(teacher):
+                part.in_proj_weight.mul_(4)
+            self.__dict__["teacher"] = teacher
+
+        def on_fit_start(self):
+            if not self.lazily:
+                self.copied()
+
+        def training_step(self, batch, batch_idx):
+            if self.teacher is None:
+                self.copied()
+                torch.save(self.net, io.BytesIO())
+            return super().training_step(batch, batch_idx) + 0 * self.teacher(batch[0]).sum()
+
+        def on_train_batch_end(self, *_):
+            self.rows.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+    found = []
+    for lazily in (False, True):
+        module = Student(lazily)
+        fit(module, [callback()], batches(3))
+        found.append((module.rows, weights_of(module).tolist()))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "rpc"])

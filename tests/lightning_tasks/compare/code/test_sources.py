@@ -120,6 +120,24 @@ def test_odd_projects_are_read(project):
     assert len(sources_of(["circle.yaml"])) == 1
 
 
+def test_a_package_or_module_behind_a_link_of_another_name_is_followed(project):
+    (project / "linked_package").symlink_to(project / "my_package")
+    (project / "my_package" / "other.py").symlink_to(project / "my_package" / "part.py")
+    for name in ("linked_package.one", "my_package.other.x"):
+        before = sources_of([name])
+        (project / "my_package" / "sibling.py").write_text(f"one = '{name}'\n")
+        package = name.partition(".")[0]
+        assert changed_sources(before, sources_of([name])) == [f"{package}.sibling (sibling.py)"]
+
+
+def test_nested_folders_without_an_init_are_packages(project):
+    (project / "my_namespace" / "deep" / "deeper").mkdir(parents=True)
+    (project / "my_namespace" / "deep" / "deeper" / "net.py").write_text("from . import more\n")
+    (project / "my_namespace" / "deep" / "deeper" / "more.py").write_text("VALUE = 1\n")
+    found = sources_of(["my_namespace.deep.deeper.net.Net"])
+    assert {*found} == {"my_namespace.deep.deeper.net (net.py)", "my_namespace.deep.deeper.more (more.py)"}
+
+
 def test_a_string_of_own_code_may_be_an_import_path(project):
     (project / "my_helper.py").write_text("swap_attention(model, 'my_namespace.inner.Callback', 'val.loss', 'a. b')\n")
     assert "my_namespace.inner (inner.py)" in sources_of([{"x": "my_mechanism.mine"}])
