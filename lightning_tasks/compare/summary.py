@@ -84,8 +84,8 @@ class SummaryRow:
         if self.within_corrected < LEVEL:
             return "equivalent"
         if self.corrected < LEVEL:
-            return f"{side}, but budget too small"
-        return f"{side}, not after correction" if self.p < LEVEL else "budget too small"
+            return f"{side}, but too few seeds to tell"
+        return f"{side}, not after correction" if self.p < LEVEL else "too few seeds to tell"
 
 
 @dataclass(frozen=True)

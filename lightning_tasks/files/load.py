@@ -62,7 +62,9 @@ def load_swapped(cls: type[Module], path: str | Path, *, trust_checkpoint: bool 
                 "ckpt_path=...)"
             )
         raise ValueError(
-            f"{path} holds no swap: no SwapAttention took part in the training; use {cls.__name__}.load_from_checkpoint"
+            f"{path} holds no swap: the trainer that saved it had no SwapAttention. Use "
+            f"{cls.__name__}.load_from_checkpoint; if its model was swapped (by hand, or by an earlier trainer), swap "
+            "the module, and load its state dict"
         )
     return _load(cls, path, content, allowed, **{**kwargs, "weights_only": weights_only})
 

@@ -37,7 +37,7 @@ def _sentence(row: SummaryRow) -> str:
             return f"No verdict {where}: {one if row.diverged else other} diverged with {lost} of its seeds."
         case "too few pairs" | "":
             return f"No difference shown {where}: {tail}, and {FEWEST} are needed."
-        case "budget too small":
+        case "too few seeds to tell":
             return f"No difference shown {where}: {tail}; one below {row.detectable:.3g} would not be found."
         case "no spread":
             return f"No verdict {where}: all differences are alike, {tail}."

@@ -96,13 +96,13 @@ def with_differences(differences, metric="m"):
         ([-1.0, -1.1, -0.9, -1.0], "lower"),
         ([1.0, 1.1, 0.9, 1.0], "higher"),
         ([1.0, 1.1, 0.9], "too few pairs"),
-        ([-1.0, 1.2, 0.1, 0.3], "budget too small"),
+        ([-1.0, 1.2, 0.1, 0.3], "too few seeds to tell"),
         ([0.0, 0.0, 0.0, 0.0], "equal"),
         ([0.0, 0.0, 0.0], "too few pairs"),
         ([0.5, 0.5, 0.5], "too few pairs"),
         ([0.5, 0.5, 0.5, 0.5], "no spread"),
         ([1.0], ""),
-        ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but budget too small"),
+        ([0.1, 0.9, 0.8, 0.2, 1.0], "higher, but too few seeds to tell"),
         ([0.1, math.nan, 0.2], "diverged"),
         ([0.1, math.inf, 0.2], "diverged"),
         ([-math.inf], "diverged"),
@@ -161,7 +161,7 @@ def test_a_margin_that_was_stated_before_makes_small_differences_equivalent():
         return summarize(rows, ["a", "b"], ["m"], None, Endpoints("", margins))[1].verdict
 
     assert verdict({"m": 0.1}) == "equivalent"
-    assert verdict({}) == verdict({"m": 0.011}) == "budget too small"
+    assert verdict({}) == verdict({"m": 0.011}) == "too few seeds to tell"
     text = markdown(summarize(rows, ["a", "b"], ["m"], None, Endpoints("m", {"m": 0.1})))
     assert text.startswith("### m (primary endpoint, equivalent within ±0.1)")
 
@@ -201,7 +201,7 @@ def test_equivalence_is_corrected_as_differences_are():
     many = summarize(rows, ["a", "b", "c", "d", "e"], ["m"], None, endpoints)[-1]
     assert few.within == few.within_corrected == many.within
     assert many.within_corrected == pytest.approx(4 * many.within)
-    assert (few.verdict, many.verdict) == ("equivalent", "budget too small")
+    assert (few.verdict, many.verdict) == ("equivalent", "too few seeds to tell")
 
 
 def logged(config, seed, **values):
