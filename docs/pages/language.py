@@ -136,12 +136,14 @@ class Folder:
             raise PageError("a claim has a difference without a verdict: nothing is paired")
         if verdicts.keys() == {claimed}:
             worth = "holds here"
+        elif verdicts.keys() == {OPPOSITE[claimed]}:
+            worth = "the opposite at this size"
         elif verdicts.keys() <= {OPPOSITE[claimed], "equivalent"}:
             worth = "not seen at this size"
         else:
             worth = "not shown here"
-        counted = "; ".join(f"{verdict}: {count} of {len(pairs)}" for verdict, count in verdicts.items())
-        return f"{worth} ({counted if len(verdicts) > 1 else next(iter(verdicts))})"
+        counted = "; ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        return f"{worth} ({f'of {len(pairs)}: {counted}' if len(verdicts) > 1 else next(iter(verdicts))})"
 
     def seeds(self) -> str:
         """How many there are, and which."""

@@ -12,7 +12,8 @@ from docs.pages.language import OPPOSITE, Folder
 from docs.pages.numbers import in_turn, markdown, number
 
 PARTS = {"images": ("test/top1", 1, 100.0, "higher"), "text": ("test/perplexity", 2, 1.0, "lower")}
-HEADS = ["mechanism", "images", "text", "time", "memory", "keeps a pretrained output", "when to try it"]
+HEADS = ["mechanism", "images: accuracy, higher is better", "text: perplexity, lower is better"]
+HEADS += ["time", "memory", "keeps a pretrained output", "when to try it"]
 NEUTRAL = {"none": "no", "its own": "yes", "at one length only": "`start=1/ln(n)`, at n tokens only"}
 _NEUTRAL = re.compile(r"Neutral\s+start:\s+(none|its own|at one length only|`[^`]+`)")
 _GOOD_FOR = re.compile(r"Good for: (.+?)(?:[.;:\n]|, (?:in )?wh)")
@@ -20,7 +21,7 @@ WHEN = {  # where the page says more than a clause
     "kde": "as a control of RPC-Attention and of the robust forms rkde and mom",
     "position_bias": "as the control of `scaled`; measured [on the page of `scaled`](scaled_attention.md)",
     "rpc": "its paper reports robustness of image models, [not shown here](rpc_autoattack.md)",
-    "ssa": "as ssmax, when starting from a pretrained model",
+    "ssa": "contexts longer than those of the training, from a pretrained model",
 }
 
 
@@ -68,7 +69,7 @@ def words(folder: Folder) -> dict[str, Folder | Callable[..., str]]:
             if start != "yes":
                 cosine = number(drift[mechanism]["output_cosine"], 2)
                 cosine = "above 0.99" if cosine == "1.00" else cosine
-                start += f"; {'' if start == 'no' else 'else '}cosine {cosine}"
+                start = f"{'no; ' if start == 'no' else f'with {start}; by default '}cosine {cosine}"
             link = f"[{name}](../explanations/mechanisms/{mechanism}.md)"
             lines.append((-worth, [link, *cells, *costs.get(name, ["", ""]), start, good_for]))
         return markdown(HEADS, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
