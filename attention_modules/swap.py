@@ -417,7 +417,10 @@ def _draw_others(found: Survey, chosen: list[Found]) -> None:
     beside = {name for network in found.networks if names & {*network.layers} for name in network.layers} - names
     modules = [each.module for each in found.layers if each.name in beside]
     if count := sum(isinstance(module, Swapped) and bool(module.mechanism.state_dict()) for module in modules):
-        torch.default_generator.manual_seed(int(torch.randint(1 << 62, (count,), device="cpu")[-1]))
+        place = next(
+            network.layers.index(name) for network in found.networks for name in network.layers if name in names
+        )
+        torch.default_generator.manual_seed(int(torch.randint(1 << 62, (count,), device="cpu")[-1]) + place)
 
 
 def _initialized(model: nn.Module) -> AbstractContextManager[object]:

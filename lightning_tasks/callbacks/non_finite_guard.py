@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -114,6 +114,7 @@ class NonFiniteGuard(Callback):
 
     def _reset(self) -> None:
         self._sample: Sample | None = None
+        self._judged: list[Tensor] | None = None  # the losses of the batch's last step
         self._window = _Window()
         self._stepped = False
         self._first_of_epoch: int | None = None
@@ -143,6 +144,7 @@ class NonFiniteGuard(Callback):
         self._stepped = False
         place = current_step(trainer), trainer.current_epoch, batch_idx
         self._sample = Sample(*place, batch, random_state(pl_module.device))
+        self._judged = None
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         if self._sample is not None:
@@ -155,7 +157,10 @@ class NonFiniteGuard(Callback):
             return
         self._settle(trainer, pl_module)
         shared = is_strategy(trainer, *_SHARDED)
+        if self._judged is not None and not self._sample.losses:  # all backward passes came before the steps
+            self._sample = replace(self._sample, losses=self._judged)
         found = Flags(self._sample.losses, _parameters_of(optimizer), shared), self._sample, self._window
+        self._judged = self._sample.losses
         self._sample = replace(self._sample, losses=[])  # a later step of the batch has losses of its own
         self._window, self._stepped = _Window(), True
         if self.action == "stop" and reads_late(pl_module):

@@ -85,7 +85,7 @@ class SummaryRow:
             return "equivalent"
         if self.corrected < LEVEL:
             return f"{side}, but too few seeds to tell"
-        return f"{side}, not after correction" if self.p < LEVEL else "too few seeds to tell"
+        return f"{side} only before correction" if self.p < LEVEL else "too few seeds to tell"
 
 
 @dataclass(frozen=True)

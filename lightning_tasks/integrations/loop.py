@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -149,7 +148,7 @@ class Loop:
         self._log = log
         self._view = _View(model, self)
         self._hooks = ExitStack()
-        self._in_batch = self._went_back = self._in_backward = self._announced = self._told = False
+        self._in_batch = self._went_back = self._in_backward = self._announced = False
         self._since_step = self._backward_passes = 0  # backward passes since the last step, and all
         self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
@@ -211,16 +210,17 @@ class Loop:
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._in_batch and not self._in_backward and torch.is_grad_enabled():
-            # Here, as functional_call and FSDP2 put others in the place of Parameters while the model runs.
+            # Here, as functional_call puts others in the place of Parameters while the model runs.
             nodes = [get_gradient_edge(each).node for each in model.parameters() if each.requires_grad]
             for each in _tensors(output):
                 if each.requires_grad:
                     each.register_hook(partial(self._begin_backward, nodes))
 
     def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
-        if self._in_backward or not self._in_batch or not _reaches_any(nodes):
+        if self._in_backward or not self._in_batch or _is_probe(nodes):
             return
         self._in_backward = True
+        self._backward_passes += 1
         if all(each.grad is None for each in self.model.parameters()):  # of a step that was taken, or left out
             self._since_step, self._announced = 0, False
         self._call("on_before_backward", gradient)
@@ -230,7 +230,7 @@ class Loop:
 
     def _end_backward(self) -> None:
         self._in_backward, self._went_back = False, True
-        self._since_step, self._backward_passes = self._since_step + 1, self._backward_passes + 1
+        self._since_step += 1
         self._call("on_after_backward")
         # Here, before whoever clips gradients, as in Lightning; scaled ones are right at the step alone.
         if self._since_step == self.accumulate_grad_batches and self.precision_plugin.scaler is None:
@@ -242,27 +242,24 @@ class Loop:
         if not self._trains(optimizer):
             return
         if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
-            self._tell_of_unseen(optimizer)
+            self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
         if self._adds:
             self._refuse_hidden(optimizer)
         if not (self._announced and self.optimizers):
             self._call("on_before_optimizer_step", optimizer)
 
-    def _tell_of_unseen(self, optimizer: Optimizer) -> None:
-        """Refuse a step by gradients of which no backward pass was seen; warn where callbacks only watch."""
-        if all(each.grad is None for group in optimizer.param_groups for each in group["params"]):
-            return
-        names = ", ".join(type(each).__name__ for each in self.callbacks)
-        text = (
-            f"{names} saw nothing of this step: no backward pass came from an output of the model. Call the model "
-            "itself (not its parts, nor through torch.func), in training mode, and have it return tensors"
-        )
-        if any(isinstance(each, _ACT) for each in self.callbacks):
-            raise ValueError(text)
-        if not self._told:
-            warnings.warn(text, stacklevel=4)
-        self._told = True
+    def _refuse_unseen(self, optimizer: Optimizer) -> None:
+        """Refuse a step by gradients of the model of which no backward pass was seen, where a callback is to act."""
+        names = ", ".join(type(each).__name__ for each in self.callbacks if isinstance(each, _ACT))
+        own = {id(each) for each in self.model.parameters()}
+        held = (each.grad for group in optimizer.param_groups for each in group["params"] if id(each) in own)
+        if names and any(gradient is not None and bool((gradient != 0).any()) for gradient in held):
+            raise ValueError(
+                f"{names} saw nothing of this step: no backward() came from an output of the model. Call the model "
+                "itself (not its parts, nor through torch.func), in training mode, have it return tensors, and "
+                "call backward() (gradients of torch.autograd.grad() do not count)"
+            )
 
     def _refuse_hidden(self, optimizer: Optimizer) -> None:
         """Refuse a step of more backward passes than were said, or by a scaler that nobody named."""
@@ -336,8 +333,8 @@ def _steps_by_scaler() -> bool:
 
 def _tensors(output: Any) -> list[Tensor]:
     leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    inner = [tensor for each in leaves if is_dataclass(each) for tensor in _tensors([*vars(each).values()])]
-    return [each for each in leaves if isinstance(each, Tensor)] + inner
+    held = [getattr(each, field.name) for each in leaves if is_dataclass(each) for field in fields(each)]
+    return [each for each in (*leaves, *tree_leaves(held)) if isinstance(each, Tensor)]
 
 
 def _closure_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -345,12 +342,26 @@ def _closure_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     return keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
 
 
-def _reaches_any(nodes: Sequence[Any]) -> bool:
-    """Whether the backward pass that runs accumulates gradients of any of these; torch.autograd.grad() does not."""
+def _is_probe(nodes: Sequence[Any]) -> bool:
+    """Whether the backward pass that runs is of torch.autograd.grad(): it leaves out the Parameters that it reaches.
+
+    Those within reentrant checkpoints and of sharded modules it does not reach, and then it is none.
+    """
     try:
-        return any(map(torch._C._will_engine_execute_node, nodes))  # type: ignore[attr-defined]
+        if any(map(torch._C._will_engine_execute_node, nodes)):  # type: ignore[attr-defined]
+            return False
     except RuntimeError:  # it was asked for a Parameter's gradient
-        return False
+        return True
+    sought, waiting = set(nodes), [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
+    seen = {*waiting}
+    while waiting and sought:
+        node = waiting.pop()
+        if node in sought:
+            return True
+        inner = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
+        seen |= inner
+        waiting += inner
+    return False
 
 
 def watch(

@@ -41,7 +41,7 @@ def _sentence(row: SummaryRow) -> str:
             return f"No difference shown {where}: {tail}; one below {row.detectable:.3g} would not be found."
         case "no spread":
             return f"No verdict {where}: all differences are alike, {tail}."
-    side, _, why = verdict.partition(", ")
+    side = verdict.split()[0].rstrip(",")
     small = f"what is found reliably begins at {row.detectable:.3g}"
-    why = "not after Holm's correction" if why.startswith("not") else small
+    why = "not after Holm's correction" if verdict.endswith("correction") else small
     return f"{one} is {side} than {other}, but {why}: {tail}."

@@ -38,7 +38,8 @@ def test_lines_of_charts_are_bounded_and_whole():
 
 def test_records_of_heads_are_written_without_a_validation(tmp_path):
     logger = type("CSVLogger", (), {"log_dir": str(tmp_path)})()
-    trainer = SimpleNamespace(is_global_zero=True, loggers=[logger], fast_dev_run=False)
+    state = SimpleNamespace(fn="fit")
+    trainer = SimpleNamespace(is_global_zero=True, loggers=[logger], fast_dev_run=False, state=state)
     record = HeadRecord()
     for step in range(head_record.MOST_PENDING + 3):
         record.add(trainer, "attention/entropy", step, [0], torch.ones(2, 1, 2))

@@ -20,7 +20,7 @@ _GOOD_FOR = re.compile(r"Good for: (.+?)(?:[.;:\n]|, (?:in )?wh)")
 WHEN = {  # where the page says more than a clause
     "kde": "as a control of RPC-Attention and of the robust forms rkde and mom",
     "position_bias": "as the control of `scaled`; measured [on the page of `scaled`](scaled_attention.md)",
-    "rpc": "its paper reports robustness of image models, [not shown here](rpc_autoattack.md)",
+    "rpc": "its paper reports robustness of image models, [which our test did not confirm](rpc_autoattack.md)",
     "ssa": "contexts longer than those of the training, from a pretrained model",
 }
 

@@ -35,7 +35,7 @@ first: they know projections, caches and masks.
 ```python
 report = attnswap.swap_attention(model, "sink")  # found by the code of its layers
 report = attnswap.swap_attention(model, "sink", example=inputs)  # found by one forward pass
-attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # for mechanisms without a query, spectra, LocAteR
+attnswap.declare_host(MyAttention, qkv="c_attn", heads="n_head")  # spectra, LocAteR and queryless mechanisms need it
 ```
 
 A decoder of your own, sequence-first, whose second layer attends to a memory:
@@ -113,10 +113,11 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
 - *Cross-attention*, whose keys and values are of another input, is declared alike. It is swapped only where a pattern
   of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
-  `attention_maps(model, inputs, layers="cross")` shows it. A layer that attends to itself when it is swapped, and is
-  given other keys later, raises an error where such a mechanism acts. A query that is a Parameter cannot be declared.
+  `attention_maps(model, inputs, layers="cross")` shows it. If a layer was swapped as self-attention, with a mechanism
+  that needs self-attention, a later call with other keys is an error. A query that is a Parameter cannot be declared.
 - *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
-  layers' values. A layer that flips, rolls, sorts, cuts or mixes them before the projections is refused these by name.
+  layers' values. These mechanisms are refused by name in a layer that flips, rolls, sorts, cuts or mixes its tokens
+  before the projections.
 - *Refused by name*: a layer that writes its softmax itself (the text shows the line and its replacement), one that
   calls flash-attn, xformers or FlexAttention, two calls in one forward. For those, and for other joint projections,
   there is {py:func}`attnswap.register_host`.
@@ -193,7 +194,9 @@ evaluation, `no_grad`, `inference_mode`, autocast, with a padding mask (where th
 restored bitwise. Softmax put in for softmax changes no output beyond 1e-5 (of outputs near 1). A number is a refusal,
 an error that leaves the model as it was; "call": the error comes when the model runs. `scaled` is
 tried with `variant='scalar'`, `dam` and `position_bias` with `num_tokens`, as most hosts do not say how many tokens
-there are: ¹ grouped keys: without a query all heads of a group would be identical. ² q/k norm: without a query the
+there are.
+
+The numbers: ¹ grouped keys: without a query all heads of a group would be identical. ² q/k norm: without a query the
 query's norm would train nothing. ³ reduced keys: more queries than keys, and the mechanism needs one for each. ⁴ rotary
 positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and `qk_norm`
 `gain='scalar'` there. ⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each
@@ -211,12 +214,13 @@ What else to know:
   and its scheduler again. A mechanism's own Parameters (`scaled`'s `s`) that no optimizer
   holds, while one trains their layers, are a warning.
 - The query rows that are taken out are kept beside the projection for `restore_attention`. They follow device, dtype,
-  copies and pickles. They are no Parameters, no buffers (DDP would broadcast them) and not in `state_dict()`. A swapped
-  checkpoint that is assigned to a model on the meta device brings none, so that `restore_attention` refuses it until a
-  plain one is loaded.
-- Softmax put in for softmax leaves training bitwise unchanged (outputs, gradients, weights, dropout masks and memory
-  layouts), which `tests/attention_modules/hosts/model/test_layout.py` shows for every host. Layers that write the
-  softmax out themselves differ by rounding alone: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
+  copies and pickles. They are no Parameters, no buffers (DDP would broadcast them) and not in `state_dict()`. A
+  restored model whose processes began with different weights differs by process: wrap it in DDP again. A swapped
+  checkpoint holds no query rows: if it is assigned to a model on the meta device, `restore_attention` refuses that
+  model until a plain checkpoint is loaded.
+- Softmax put in for softmax leaves training bitwise unchanged: outputs, gradients, weights, dropout masks and memory
+  layouts (`tests/attention_modules/hosts/model/test_layout.py`). The exceptions are layers that write the softmax out
+  themselves, which differ by rounding: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
   TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of
   attention weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
@@ -225,10 +229,11 @@ What else to know:
   rows: those of the model stay.
 - What no host knows (DeBERTa, XCiT's attention among channels, ...) is listed in the report with the reason, never
   swapped; so are subclasses with a forward of their own. A model that has both is swapped in part.
-- CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`. Outputs and gradients stay
-  (to 1e-5 in float32), no N x N map is kept, and no Parameter or key is added. Every other mechanism would drop what
-  these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops weights after they are mixed.
-  Monitors of q, k and v, and stabilizers, ask for the swap first.
+- The self-attention of CaiT (10 models) takes `talking_heads` alone, with the layer's own `proj_l` and `proj_w`.
+  Outputs and gradients stay (to 1e-5 in float32), no N x N map is kept, and no Parameter or key is added. Every other
+  mechanism would drop what these projections have learned, and is refused; so is `attn_drop_rate`, as CaiT drops
+  weights after they are mixed. Monitors of q, k and v, and stabilizers, work after that swap; before it they are an
+  error that asks for it.
 - Class attention (CaiT, XCiT, VOLO, CrossViT), where the class token alone asks, counts as cross-attention, and so does
   attention pooling (SigLIP), where a learned query asks.
 - Cross-attention is swapped only where a pattern of `where` spells the last part of its name, as in
@@ -251,10 +256,11 @@ What else to know:
   N, 0]`). Pass `need_weights=False` where the weights are not read.
 - Swapped encoders leave PyTorch's fused path, and take no nested tensors. In evaluation their output is zero at padded
   tokens where the plain one's is (not in a subclass whose forward calls PyTorch's, nor with another norm at its end
-  than `LayerNorm` or `RMSNorm`). `nn.MultiheadAttention` counts as
-  cross-attention as `multihead_attn` of a decoder's layer, where `kdim` or `vdim` differ, where its name has "cross" in
-  it, or the class around it "CrossAttention" or "AttentionPool" (as in SigLIP's `MultiheadAttentionPoolingHead`), or
-  where a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is beside it.
+  than `LayerNorm` or `RMSNorm`). An `nn.MultiheadAttention`
+  counts as cross-attention if one of these holds: it is the `multihead_attn` of a decoder's layer; its `kdim` or `vdim`
+  differs; its name contains "cross"; the name of the class around it contains "CrossAttention" or "AttentionPool" (as
+  SigLIP's `MultiheadAttentionPoolingHead`); a Parameter `probe`, `query`, `queries`, `query_tokens` or `latents` is
+  beside it.
 - mmsegmentation: its ViT (Segmenter, SETR, UPerNet), Segmenter's decoder and SegFormer call `nn.MultiheadAttention`
   sequence-first and throw its weights away; a swapped layer makes none, softmax included. In SegFormer the keys of all
   stages but the last come from a reduced image. Lipschitz constants of those layers are refused. Swin, BEiT, MAE,
@@ -276,10 +282,10 @@ What else to know:
   are in the plain layout, kept query rows among them. The tensors of mechanisms stand under their names in
   `state_dict()`. Beside them is `attnswap.json` with the mechanism and options of each layer; a warning says so.
   Whatever reads the weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of
-  transformers (best model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These fill
-  what acts. Where a mechanism uses no query and you will restore the layer, load by `load_pretrained` or into the plain
-  model. Such loaders do not fill the query rows that are kept aside. `strict=True` names the mark
-  `saved_by_attnswap_load_with_load_pretrained`, which tells a plain class what it reads.
+  transformers (best model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These
+  loaders fill every tensor that the swapped model computes with, but not the query rows that are kept aside for
+  `restore_attention`: to restore later, load by `load_pretrained`, or into the plain model. The files have a key
+  `saved_by_attnswap_load_with_load_pretrained`, which `strict=True` reports as unexpected.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
   have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder
   builds plain attention: transformers then reports the tensors of mechanisms as unexpected, and a mark
@@ -297,24 +303,25 @@ What else to know:
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
 - Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced. The swap
-  is refused by the hook's name. Mechanisms that use the query replace none; a mechanism whose own Parameters have hooks
-  makes no room for another. If a swap silences hooks that saw attention maps, a warning says so. A hook that reads the
-  map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
-- Columns: `position_bias` and the matrix of `scaled` learn of positions, and `dam` of distances, by the column.
-  Models of transformers check `position_ids`. In any layer, a mask of packed sequences, of padding before a sequence or
-  of a tree is an error; sliding windows and padding behind are not. A program of `torch.jit.trace` keeps no such check.
-  Models that drop or shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. Vision transformers of timm, torchvision
-  and transformers, and lightly's decoder, say how many tokens they have positions for. A call with fewer or more
-  (lightly's `idx_keep`, another image size, whatever `num_tokens=` says) is an error. So is as many patches in an image
-  of another shape. VJEPA2's predictor is refused, its encoder is not.
-  Without a table of positions (DINOv3, DETR's encoder, NaFlexViT) nothing is noticed: give images of one shape.
+  is refused by the hook's name. Mechanisms that use the query replace none. A mechanism whose own Parameters have hooks
+  cannot be replaced by another. If a swap silences hooks that saw attention maps, a warning says so. A hook that reads
+  the map which a layer returns (`output_attentions`) gets none from most mechanisms: take `attention_maps`.
+- Positions: `position_bias` and the matrix of `scaled` have a weight for each position, `dam` one for each distance.
+  They take a token's index in the sequence for its position, so that the two must be equal. Models of transformers
+  check `position_ids`. In any layer, a mask of packed sequences, of padding before a sequence or of a tree is an error;
+  sliding windows and padding behind are not. A program of `torch.jit.trace` keeps no such check. Models that drop or
+  shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. Vision transformers of timm, torchvision and transformers, and
+  lightly's decoder, say how many tokens they have positions for. A call with fewer or more (lightly's `idx_keep`,
+  another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches.
+  VJEPA2's predictor is refused, its encoder is not. Without a table of positions (DINOv3, DETR's encoder, NaFlexViT)
+  nothing is noticed: give images of one shape.
 - DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
-- A state dict of plain attention leaves a mechanism as it is, and after `to_empty` makes it new. A warning tells of one
-  that has changed since the swap.
+- A state dict of plain attention leaves the Parameters of mechanisms as they are; after `to_empty` they start anew. If
+  they have changed since the swap, a warning says so.
 - `save_pretrained` of other libraries (diffusers, segmentation-models-pytorch, huggingface_hub's mixin) writes weights
   alone and warns: build the model, swap it, and give `load_state_dict()` the file. The trainer of sentence-transformers
-  reads its folders by plain classes: best model and resume keep the Parameters of mechanisms that are there, with that
-  warning.
+  reads its folders by plain classes: best model and resume leave the Parameters of mechanisms as they
+  are in memory, with that warning.
 - Limits. A static cache (`convert_and_export_with_cache`) cannot be exported with `symmetric` and `forgetting`: an
   error of `torch.export`. FSDP2's broadcast of a plain checkpoint (`broadcast_from_rank0=True`) into a model without a
   query is an error of sizes; without broadcast it loads. `value_residual` needs the model's own forward: timm's
