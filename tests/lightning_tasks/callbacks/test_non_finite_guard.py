@@ -146,6 +146,24 @@ def test_a_step_is_judged_by_its_own_backward_passes():
     assert (module.passes, guard.skipped) == (8, 1)
 
 
+def test_where_all_backward_passes_come_first_each_step_is_judged_by_all():
+    class Together(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            losses = [TinyLM.training_step(self, batch, batch_idx) for _ in self.optimizers()]
+            self.manual_backward(losses[0])
+            self.manual_backward(losses[1] + (math.inf if batch_idx == 1 else 0))  # whose gradients are finite
+            before = weights_of(self)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+            self.moved = [*getattr(self, "moved", []), not torch.equal(weights_of(self), before)]
+
+    module, guard = Together(), NonFiniteGuard("skip")
+    with pytest.warns(UserWarning, match="skipped step"):
+        fit(module, [guard], loader=batches(3))
+    assert (module.moved, guard.skipped) == ([True, False, True], 2)
+
+
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_skipped_step_is_one_that_was_not_taken(optimizer, tmp_path, capsys):
     class LeavesOut(Poisoned):

@@ -1,5 +1,6 @@
 """In a bare loop and in transformers' Trainer, callbacks see and do what they do in Lightning's, bit by bit."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import attnswap
 from attention_modules import swap_attention
@@ -208,7 +210,7 @@ class Parts(TinyLM):
         return Out(out) if kind == "dataclass" else out
 
 
-@dataclass
+@dataclass(slots=True)
 class Out:
     """What a model gives."""
 
@@ -248,3 +250,53 @@ def test_a_batch_is_seen_however_the_model_is_called_or_the_step_says_so(call, n
         with pytest.raises(ValueError, match=r"EntropyRegularizer saw nothing of this step: no backward\(\) came"):
             train()
         assert torch.equal(weights_of(module), before)
+
+
+class Behind(torch.nn.Module):
+    """A network whose Parameters a reentrant checkpoint hides from the graph of the loss, or that is frozen."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.layer = how, torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.requires_grad_(how != "frozen")
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=True) if self.how == "reentrant" else self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        *itertools.product(["plain", "reentrant"], ["LogitMonitor", "LocAteR"]),
+        ("frozen", "LogitMonitor"),  # in which LocAteR refuses to act
+    ],
+)
+def test_batches_are_seen_where_the_graph_reaches_no_parameter_of_the_model(how, name):
+    torch.manual_seed(0)
+    model, seen = Behind(how), []
+    prompt = torch.nn.Parameter(torch.randn(2, 3, 8))
+    optimizer = torch.optim.SGD([prompt, *model.parameters()], lr=0.1)
+    with attnswap.watch(model, log=lambda _, step: seen.append(step), callbacks=CALLBACKS[name](), optimizer=optimizer):
+        for _ in range(3):
+            model(prompt).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["LogitMonitor", "LocAteR"])
+def test_a_step_in_which_the_model_takes_no_part_is_none_of_its(name, recwarn):
+    module, head, seen = TinyLM(), torch.nn.Linear(3, 3), []
+    optimizer = torch.optim.SGD([*module.parameters(), *head.parameters()], lr=0.1)
+    with attnswap.watch(
+        module, log=lambda _, step: seen.append(step), callbacks=CALLBACKS[name](), optimizer=optimizer
+    ):
+        for place, (inputs, targets) in enumerate(batches(4)):
+            if place % 2:
+                head(torch.ones(1, 3)).square().sum().backward()
+            else:
+                cross_entropy(module(inputs).flatten(0, 1), targets.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=place == 0)
+    assert len(seen) == 2
+    assert not [each for each in recwarn if "saw nothing" in str(each.message)]
