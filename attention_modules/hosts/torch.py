@@ -218,9 +218,8 @@ class SwappedMultiheadAttention(Swapped):
             key_padding_mask = key_padding_mask[None]
         # As in the plain layer: there the hint stands for the mask, whatever it holds.
         square = query.shape[-2 if self.batch_first else 0] == key.shape[-2 if self.batch_first else 0]
-        hinted = bool(
-            is_causal and key_padding_mask is None and not need_weights and square
-        )  # of torch.jit.trace's too
+        # A bool, where torch.jit.trace gives tensors for sizes.
+        hinted = bool(is_causal and key_padding_mask is None and not need_weights and square)
         attn_mask = None if hinted else attn_mask
         first, second, third = self._sequence_first(query, key, value)
         _check_sizes(self, first, second, third, key_padding_mask, attn_mask)

@@ -211,7 +211,8 @@ class Loop:
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._in_batch and not self._in_backward and torch.is_grad_enabled():
             # Here, as functional_call puts others in the place of Parameters while the model runs.
-            nodes = [get_gradient_edge(each).node for each in model.parameters() if each.requires_grad]
+            trained = [each for each in model.parameters() if each.requires_grad] if self._adds else []
+            nodes = [get_gradient_edge(each).node for each in trained]
             for each in _tensors(output):
                 if each.requires_grad:
                     each.register_hook(partial(self._begin_backward, nodes))
