@@ -142,8 +142,8 @@ class Folder:
             worth = "not seen at this size"
         else:
             worth = "not shown here"
-        counted = "; ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-        return f"{worth} ({f'of {len(pairs)}: {counted}' if len(verdicts) > 1 else next(iter(verdicts))})"
+        counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+        return f"{worth} ({counted if len(verdicts) > 1 else next(iter(verdicts))})"
 
     def seeds(self) -> str:
         """How many there are, and which."""

@@ -61,11 +61,6 @@ class SummaryRow:
     within_corrected: float = math.nan
 
     @property
-    def excludes_zero(self) -> bool:
-        """Whether the interval does, of differences that have a spread."""
-        return self.low < self.high and (self.low > 0 or self.high < 0)
-
-    @property
     def verdict(self) -> str:
         """What the paired differences say, in a few words; empty where nothing is paired and nothing diverged."""
         if self.diverged:
@@ -78,14 +73,9 @@ class SummaryRow:
             return "too few pairs"
         if self.low == self.high:
             return "equal" if self.difference == 0.0 else "no spread"
-        side = "lower" if self.difference < 0 else "higher"
         if self.corrected < LEVEL and abs(self.difference) >= self.detectable:
-            return side
-        if self.within_corrected < LEVEL:
-            return "equivalent"
-        if self.corrected < LEVEL:
-            return f"{side}, but too few seeds to tell"
-        return f"{side} only before correction" if self.p < LEVEL else "too few seeds to tell"
+            return "lower" if self.difference < 0 else "higher"
+        return "equivalent" if self.within_corrected < LEVEL else "undecided"
 
 
 @dataclass(frozen=True)

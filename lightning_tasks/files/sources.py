@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import yaml
@@ -218,38 +218,48 @@ def _is_ours(file: Path) -> bool:
     return is_of_attnswap(file) and not is_in_packages(file)
 
 
-def _module_file(name: str) -> Path | None:
-    """The file of the module that an import path is in or names, found without importing anything."""
+class _Module(NamedTuple):
+    """The file of the module that an import path is in or names, and the folders of the package that it names."""
+
+    file: Path | None
+    folders: tuple[str, ...] | None
+
+
+def _module(name: str) -> _Module:
+    """Found without importing anything."""
     folders = tuple(dict.fromkeys([*(entry or os.getcwd() for entry in sys.path), os.getcwd()]))
     found = _found_module(name, folders)
-    if found is not None and not found.is_file():  # it was deleted since
+    if found.file is not None and not found.file.is_file():  # it was deleted since
         _found_module.cache_clear()
         found = _found_module(name, folders)
     return found
 
 
 @lru_cache(maxsize=1 << 16)
-def _found_module(name: str, folders: tuple[str, ...]) -> Path | None:
+def _found_module(name: str, folders: tuple[str, ...]) -> _Module:
     file, parts = None, name.split(".")
-    for depth, part in enumerate(parts):
-        spec = _spec(part, folders, depth == 0)
+    for depth in range(1, len(parts) + 1):
+        spec = _spec(parts[:depth], folders)
         if spec is None:
-            break
+            return _Module(file, None)
         if spec.origin and spec.has_location:
             file = Path(spec.origin).resolve()
         if spec.submodule_search_locations is None:
-            break
+            return _Module(file, None)
         folders = tuple(spec.submodule_search_locations)
-    return file
+    return _Module(file, folders)
 
 
-def _spec(name: str, folders: tuple[str, ...], outermost: bool) -> ModuleSpec | None:
-    """By the last part of an import path: by all of it, nested folders without `__init__.py` are asked of Python."""
-    spec = PathFinder.find_spec(name, list(folders))
-    if spec is not None or not outermost:
+def _spec(parts: list[str], folders: tuple[str, ...]) -> ModuleSpec | None:
+    """By the last part of an import path, as nested folders without `__init__.py` are asked of Python by all of it."""
+    spec = PathFinder.find_spec(parts[-1], list(folders))
+    if spec is not None:
         return spec
+    if parts[1:]:  # an editable installation may map it; find_spec() would import the packages around it
+        finders = (each for each in sys.meta_path if each is not PathFinder)
+        return next(filter(None, (each.find_spec(".".join(parts), folders) for each in finders)), None)
     try:
-        return find_spec(name)  # of an editable installation; without a dot nothing is imported for it
+        return find_spec(parts[0])
     except ValueError:  # __main__
         return None
 
@@ -260,7 +270,7 @@ def _with_packages(name: str) -> list[tuple[Path, str]]:
     found: list[tuple[Path, str]] = []
     for depth in range(1, len(parts) + 1):
         outer = ".".join(parts[:depth])
-        file = _module_file(outer)
+        file = _module(outer).file
         if file is not None and (not found or found[-1][0] != file):  # else it names something in the module
             found.append((file, outer))
             if _is_installed(file, outer):
@@ -275,7 +285,7 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
         parsed = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    package, found = _package_of(file, name), []
+    package, found = _package_of(name), []
     for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
@@ -296,11 +306,10 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
 
 def _siblings(package: list[str]) -> list[str]:
     """The import paths of all modules in a package."""
-    file = _module_file(".".join(package)) if package else None
-    if file is None or file.name != "__init__.py":
-        return []
-    inner = [each for each in file.parent.glob("*") if each.suffix == ".py" or (each / "__init__.py").is_file()]
-    return [".".join([*package, each.stem]) for each in sorted(inner) if each.stem.isidentifier()]
+    folders = _module(".".join(package)).folders if package else None
+    files = [each for folder in folders or () for each in Path(folder).glob("*")]
+    inner = {each.stem for each in files if each.suffix == ".py" or (each / "__init__.py").is_file()}
+    return [".".join([*package, each]) for each in sorted(inner) if each.isidentifier()]
 
 
 def _is_import_path(text: str) -> bool:
@@ -318,7 +327,7 @@ def _absolute(name: str, package: list[str]) -> str:
     return ".".join([*(package[: len(package) - level + 1] if level else []), *([inner] if inner else [])])
 
 
-def _package_of(file: Path, name: str) -> list[str]:
-    """The package in which a module's relative imports start; its file may have another name, behind a link."""
+def _package_of(name: str) -> list[str]:
+    """The package in which a module's relative imports start."""
     parts = name.split(".")
-    return parts if file.stem == "__init__" else parts[:-1]
+    return parts if _module(name).folders is not None else parts[:-1]

@@ -37,11 +37,9 @@ def _sentence(row: SummaryRow) -> str:
             return f"No verdict {where}: {one if row.diverged else other} diverged with {lost} of its seeds."
         case "too few pairs" | "":
             return f"No difference shown {where}: {tail}, and {FEWEST} are needed."
-        case "too few seeds to tell":
-            return f"No difference shown {where}: {tail}; one below {row.detectable:.3g} would not be found."
+        case "undecided":
+            small = f"so few seeds find differences from {row.detectable:.3g} on reliably"
+            return f"Undecided {where}: {tail}, p {row.corrected:.2g} after Holm's correction; {small}."
         case "no spread":
             return f"No verdict {where}: all differences are alike, {tail}."
-    side = verdict.split()[0].rstrip(",")
-    small = f"what is found reliably begins at {row.detectable:.3g}"
-    why = "not after Holm's correction" if verdict.endswith("correction") else small
-    return f"{one} is {side} than {other}, but {why}: {tail}."
+    raise ValueError(f"unknown verdict {verdict!r}")

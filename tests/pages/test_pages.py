@@ -189,7 +189,7 @@ def test_a_claim_holds_where_all_say_so_and_fails_where_all_say_the_opposite(toy
     words = Folder(toy / "docs/results/toy")
     pair = ["test/top1", "rpc"]
     assert words.claim("lower", pair) == "the opposite at this size (higher)"
-    assert words.claim("higher", pair, ["val/loss", "rpc"]).startswith("not shown here (of 2: 1 higher; 1 ")
+    assert words.claim("higher", pair, ["val/loss", "rpc"]).startswith("not shown here (1 higher, 1 ")
     with pytest.raises(PageError, match="nothing is paired"):
         words.claim("higher")
     assert words.since(2).seeds() == "2 paired seeds (2 to 3)"

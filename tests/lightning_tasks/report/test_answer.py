@@ -23,8 +23,8 @@ SENTENCES = {
     ),
     "budget": (
         {"p": 0.3, "corrected": 0.5},
-        "No difference shown between rpc and softmax: difference in val/loss -0.3 [-0.4, -0.2], 8 seeds; one below 0.2 "
-        "would not be found.",
+        "Undecided between rpc and softmax: difference in val/loss -0.3 [-0.4, -0.2], 8 seeds, p 0.5 after Holm's "
+        "correction; so few seeds find differences from 0.2 on reliably.",
     ),
     "equivalent": (
         {"p": 0.3, "corrected": 0.5, "margin": 1.0, "within_corrected": 0.01},
@@ -32,8 +32,8 @@ SENTENCES = {
     ),
     "correction": (
         {"p": 0.01, "corrected": 0.06},
-        "rpc is lower than softmax, but not after Holm's correction: difference in val/loss -0.3 [-0.4, -0.2], 8 "
-        "seeds.",
+        "Undecided between rpc and softmax: difference in val/loss -0.3 [-0.4, -0.2], 8 seeds, p 0.06 after Holm's "
+        "correction; so few seeds find differences from 0.2 on reliably.",
     ),
     "diverged": (
         {"diverged": 2, "low": math.nan, "high": math.nan},

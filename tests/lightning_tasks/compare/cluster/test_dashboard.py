@@ -44,7 +44,7 @@ def test_it_is_a_run_in_the_group_of_the_cells(cells, tmp_path):
     assert not any("val/top1" in name for name in shown), "nothing of it is finite"
     (table,) = [path for path in output.rglob("differences*.table.json")][:1]
     told = json.loads(table.read_text())
-    assert [row[told["columns"].index("verdict")] for row in told["data"]] == ["", "lower", "too few seeds to tell"]
+    assert [row[told["columns"].index("verdict")] for row in told["data"]] == ["", "lower", "undecided"]
     said = {
         "/".join(item.nested_key) or item.key: json.loads(item.value_json)
         for record in runs[0]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from importlib.util import spec_from_file_location
 
 import pytest
 import yaml
@@ -128,6 +129,30 @@ def test_a_package_or_module_behind_a_link_of_another_name_is_followed(project):
         (project / "my_package" / "sibling.py").write_text(f"one = '{name}'\n")
         package = name.partition(".")[0]
         assert changed_sources(before, sources_of([name])) == [f"{package}.sibling (sibling.py)"]
+
+
+def test_a_package_whose_init_is_a_link_to_another_name_is_a_package(project):
+    (project / "my_package" / "__init__.py").rename(project / "init_of_mine.py")
+    (project / "my_package" / "__init__.py").symlink_to(project / "init_of_mine.py")
+    assert "my_package.sibling (sibling.py)" in sources_of(["my_package.one"])
+    (project / "init_of_mine.py").write_text("import importlib\nimportlib.import_module(name, package='my_package')\n")
+    assert "my_package.sibling (sibling.py)" in sources_of(["my_package.one"])
+
+
+def test_a_module_that_an_editable_installation_maps_to_is_followed(project, monkeypatch):
+    (project / "elsewhere").mkdir()
+    (project / "elsewhere" / "net.py").write_text("import my_deeper\n")
+
+    class Finder:  # as setuptools writes one for {"my_namespace.net": FILE}
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "my_namespace.net":
+                return spec_from_file_location(name, project / "elsewhere" / "net.py")
+            return None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    found = sources_of(["my_namespace.net.Net"])
+    assert {*found} == {"my_namespace.net (net.py)", "my_deeper (my_deeper.py)"}
 
 
 def test_nested_folders_without_an_init_are_packages(project):
