@@ -134,16 +134,12 @@ class Folder:
         verdicts = Counter(self.verdict(*pair) for pair in pairs)
         if "" in verdicts or not verdicts:
             raise PageError("a claim has a difference without a verdict: nothing is paired")
-        if verdicts.keys() == {claimed}:
-            worth = "holds here"
-        elif verdicts.keys() == {OPPOSITE[claimed]}:
-            worth = "the opposite at this size"
-        elif verdicts.keys() <= {OPPOSITE[claimed], "equivalent"}:
-            worth = "not seen at this size"
-        else:
-            worth = "not shown here"
         counted = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
-        return f"{worth} ({counted if len(verdicts) > 1 else next(iter(verdicts))})"
+        alike = {claimed: "holds here", OPPOSITE[claimed]: "the opposite here"}
+        if len(verdicts) > 1:
+            return f"mixed ({counted})"
+        (verdict,) = verdicts
+        return alike.get(verdict, verdict)
 
     def seeds(self) -> str:
         """How many there are, and which."""

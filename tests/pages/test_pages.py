@@ -73,7 +73,7 @@ def toy(tmp_path):
 def test_a_built_page_has_the_values_of_its_raw_tables(toy):
     text = (toy / "docs/results/toy.md").read_text()
     assert "-->+2.0 [+2.0, +2.0]<!-- end -->" in text
-    assert "-->holds here (higher)<!-- end -->" in text
+    assert "-->holds here<!-- end -->" in text
     assert "| rpc | 53.5 ± 1.3 | softmax | +2.0 [+2.0, +2.0] | < 0.001 | higher |" in text
     assert 'The loss is <!-- number mean("val/loss", "rpc", 2) -->0.97<!-- end -->.' in text
     text = (toy / "docs/results/toy/appendix.md").read_text()
@@ -182,14 +182,14 @@ def test_claims_of_several_pages_are_one_table(toy):
     path.parent.mkdir()
     path.write_text('<!-- table claims_of(["toy"]) -->\n<!-- end -->\n')
     assert [*build(toy)] == [path]
-    assert "| better | +2.0 [+2.0, +2.0] | holds here (higher) | [Toy](../results/toy.md) |" in path.read_text()
+    assert "| better | +2.0 [+2.0, +2.0] | holds here | [Toy](../results/toy.md) |" in path.read_text()
 
 
 def test_a_claim_holds_where_all_say_so_and_fails_where_all_say_the_opposite(toy):
     words = Folder(toy / "docs/results/toy")
     pair = ["test/top1", "rpc"]
-    assert words.claim("lower", pair) == "the opposite at this size (higher)"
-    assert words.claim("higher", pair, ["val/loss", "rpc"]).startswith("not shown here (1 higher, 1 ")
+    assert words.claim("lower", pair) == "the opposite here"
+    assert words.claim("higher", pair, ["val/loss", "rpc"]).startswith("mixed (1 higher, 1 ")
     with pytest.raises(PageError, match="nothing is paired"):
         words.claim("higher")
     assert words.since(2).seeds() == "2 paired seeds (2 to 3)"
