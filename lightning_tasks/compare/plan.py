@@ -12,7 +12,7 @@ from lightning_tasks.compare.cluster.several import processes_of
 from lightning_tasks.compare.summary import Endpoints
 from lightning_tasks.errors import UsageError, reason, refusal_in
 from lightning_tasks.recipes.schema import Comparison
-from lightning_tasks.recipes.variants import Variant, find_comparison
+from lightning_tasks.recipes.variants import Variant, find_named
 
 MAX_SEEDS = 10_000
 METRICS = (
@@ -70,18 +70,23 @@ def summary_endpoints(names: Sequence[str]) -> Endpoints:
 
 def keeps_checkpoints(names: Sequence[str]) -> bool:
     """Whether cells keep their last checkpoint: they do, unless a comparison file says `checkpoints: false`."""
-    return all(found is None or found.checkpoints for found, _ in map(find_comparison, names))
+    return all(found.checkpoints for found in _comparisons(names))
 
 
 def summary_metrics(names: Sequence[str]) -> list[str]:
     """The metrics that comparison files ask for, or those of the language models where none does."""
-    asked = [metric for found, _ in map(find_comparison, names) if found is not None for metric in found.metrics]
+    asked = [metric for found in _comparisons(names) for metric in found.metrics]
     return list(dict.fromkeys(asked)) or list(METRICS)
 
 
 def _whole(names: Sequence[str]) -> list[Comparison]:
     """The comparisons that are named without one of their variants."""
-    return [found for found, variant in map(find_comparison, names) if found is not None and variant is None]
+    return [found for named in map(find_named, names) if named.variant is None and (found := named.comparison)]
+
+
+def _comparisons(names: Sequence[str]) -> list[Comparison]:
+    """The comparisons that are named, also by one of their variants."""
+    return [found for named in map(find_named, names) if (found := named.comparison)]
 
 
 def plan_cells(

@@ -19,7 +19,7 @@ from lightning_tasks.compare.statistics import last_values
 from lightning_tasks.compare.tables import collect_results
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes.schema import is_part_of
-from lightning_tasks.recipes.variants import Variant, find_comparison
+from lightning_tasks.recipes.variants import Variant, find_named
 from lightning_tasks.runs.divergence import diverged_cells
 
 FOLDER = "selection"
@@ -48,8 +48,8 @@ def read_select(names: Sequence[str], seeds: Sequence[int]) -> Select | None:
         UsageError: `select` has another shape, a metric of the test data, or a seed of the table; or two files differ.
     """
     found = {}
-    for comparison, variant in map(find_comparison, names):
-        if variant is None and comparison is not None and comparison.grid:
+    for named in map(find_named, names):
+        if named.variant is None and (comparison := named.comparison) and comparison.grid:
             found[comparison.path] = _select(comparison.path, comparison.select)
     if len(set(found.values())) > 1:
         raise UsageError(f"{' and '.join(map(str, found))} have different `select`: compare them one by one")

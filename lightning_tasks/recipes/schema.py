@@ -16,7 +16,6 @@ import yaml
 
 from lightning_tasks.bounded_yaml import BoundedLoader
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes.settings import read_settings
 from lightning_tasks.recipes.shipped import offered
 
 SECTIONS = (
@@ -130,14 +129,12 @@ def is_comparison(settings: Mapping[str, Any]) -> bool:
     return "variants" in settings and ("base" in settings or settings.keys() <= COMPARISON_KEYS)
 
 
-def check_recipe(path: Path) -> None:
-    """Check that a file has the shape of a recipe; what its sections hold is checked when they are built.
+def check_recipe(path: Path, settings: Mapping[str, Any]) -> None:
+    """Check that the settings of a file have the shape of a recipe; sections are checked when they are built.
 
     Raises:
-        UsageError: it is no YAML of settings, has a section that no recipe has, variants of another shape, or is a
-            comparison.
+        UsageError: they have a section that no recipe has, variants of another shape, or are a comparison.
     """
-    settings = read_settings(path)
     if is_comparison(settings):
         raise UsageError(
             f"{path} is a comparison of several runs; start it with `attnswap compare`, or one of its variants by its "

@@ -6,9 +6,11 @@ changed; in a comparison (a file with `base`), it is the base with them. `FILE/N
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes.schema import Comparison, arguments_of, check_recipe, is_comparison
@@ -30,40 +32,54 @@ class Variant:
     grid: tuple[tuple[str, ...], ...] = ()
 
 
-def find_file(name: str, root: Path = CONFIGS) -> tuple[Path, str | None]:
-    """The file that `name` means, and the variant of it, None where `name` is that of the whole file.
+class Named(NamedTuple):
+    """What a name means: a file, its settings, and the variant of it, None where the name is that of the whole file."""
+
+    path: Path
+    settings: dict[str, Any]
+    variant: str | None
+
+    @property
+    def comparison(self) -> Comparison | None:
+        """The comparison in the file, None where it is a recipe."""
+        return Comparison.of(self.path, self.settings) if is_comparison(self.settings) else None
+
+    def full_name(self, root: Path) -> str:
+        """See :func:`full_name`."""
+        behind = "" if self.variant is None else "_" + re.sub(r"[^\w.-]+", "_", self.variant)
+        return recipe_name(self.path, root) + behind
+
+
+def find_named(name: str, root: Path = CONFIGS) -> Named:
+    """The file that `name` means, read.
 
     Raises:
         UsageError: nothing is called `name`, or the file has no such variant; the message lists the nearest names.
     """
+    path, variant = _find(name, root)
+    settings = read_settings(path)
+    known = settings.get("variants")
+    names = [str(each) for each in known] if isinstance(known, dict) else []
+    if variant is not None and variant not in names:
+        raise UsageError(f"{path} has no variant {variant!r}; {offered(variant, names)}")
+    return Named(path, settings, variant)
+
+
+def _find(name: str, root: Path) -> tuple[Path, str | None]:
+    """The file, or the longest beginning of `FILE/NAME` that is one, and what stands behind it."""
     try:
         return find_recipe(name, root), None
     except UsageError:
         parts = name.removesuffix(".yaml").split("/")
         for cut in range(len(parts) - 1, 0, -1):
-            try:
-                path = find_recipe("/".join(parts[:cut]), root)
-            except UsageError:
-                continue
-            return path, _known("/".join(parts[cut:]), path)
+            with contextlib.suppress(UsageError):
+                return find_recipe("/".join(parts[:cut]), root), "/".join(parts[cut:])
         raise
-
-
-def _known(variant: str, path: Path) -> str:
-    found = read_settings(path).get("variants")
-    variants = [str(name) for name in found] if isinstance(found, dict) else []
-    if variant not in variants:
-        raise UsageError(f"{path} has no variant {variant!r}; {offered(variant, variants)}")
-    return variant
 
 
 def full_name(name: str, root: Path = CONFIGS) -> str:
     """The name of a file, with that of a variant behind it: RECIPE_VARIANT, which the folder of its runs has."""
-    return _full_name(*find_file(name, root), root)
-
-
-def _full_name(path: Path, variant: str | None, root: Path) -> str:
-    return recipe_name(path, root) + ("" if variant is None else "_" + re.sub(r"[^\w.-]+", "_", variant))
+    return find_named(name, root).full_name(root)
 
 
 def find_variant(name: str, root: Path = CONFIGS) -> Variant:
@@ -72,15 +88,18 @@ def find_variant(name: str, root: Path = CONFIGS) -> Variant:
     Raises:
         UsageError: nothing is called `name`, the file has not the shape of a recipe, or it is a whole comparison.
     """
-    path, variant = find_file(name, root)
-    settings = read_settings(path)
-    if variant is not None and is_comparison(settings):
-        found = next(each for each in variants_of(Comparison.of(path, settings), root) if each.name == variant)
-        return replace(found, name=_full_name(path, variant, root), grid=())  # by itself there is nothing to choose
-    check_recipe(path)
-    named = {str(key): overrides for key, overrides in settings.get("variants", {}).items()}
-    overrides = () if variant is None else arguments_of(path, variant, named[variant])
-    return Variant(_full_name(path, variant, root), str(path), overrides)
+    return _variant_of(find_named(name, root), root)
+
+
+def _variant_of(named: Named, root: Path) -> Variant:
+    path, settings, variant = named
+    if variant is not None and (comparison := named.comparison):
+        found = next(each for each in variants_of(comparison, root) if each.name == variant)
+        return replace(found, name=named.full_name(root), grid=())  # by itself there is nothing to choose
+    check_recipe(path, settings)
+    changes = {str(key): overrides for key, overrides in settings.get("variants", {}).items()}
+    overrides = () if variant is None else arguments_of(path, variant, changes[variant])
+    return Variant(named.full_name(root), str(path), overrides)
 
 
 def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:
@@ -91,15 +110,9 @@ def read_variants(name: str, root: Path = CONFIGS) -> list[Variant]:
     Raises:
         UsageError: no such file, or as :meth:`.Comparison.of`.
     """
-    comparison, variant = find_comparison(name, root)
-    return [find_variant(name, root)] if comparison is None or variant is not None else variants_of(comparison, root)
-
-
-def find_comparison(name: str, root: Path = CONFIGS) -> tuple[Comparison | None, str | None]:
-    """The comparison in the file that `name` means, None for a recipe; and the variant, as :func:`find_file`."""
-    path, variant = find_file(name, root)
-    settings = read_settings(path)
-    return Comparison.of(path, settings) if is_comparison(settings) else None, variant
+    named = find_named(name, root)
+    whole = None if named.variant is not None else named.comparison
+    return [_variant_of(named, root)] if whole is None else variants_of(whole, root)
 
 
 def variants_of(comparison: Comparison, root: Path = CONFIGS) -> list[Variant]:
@@ -108,11 +121,12 @@ def variants_of(comparison: Comparison, root: Path = CONFIGS) -> list[Variant]:
     Raises:
         UsageError: its base is none that can be fitted.
     """
-    if is_comparison(read_settings(find_file(comparison.base, root)[0])):
+    named = find_named(comparison.base, root)
+    if named.comparison:
         raise UsageError(
             f"{comparison.path}: its base {comparison.base!r} is a comparison; give a recipe that can be fitted"
         )
-    base = find_variant(comparison.base, root)
+    base = _variant_of(named, root)
     return [
         Variant(key, base.config, (*base.overrides, *added), comparison.test, grid)
         for key, (added, grid) in comparison.configurations().items()

@@ -26,7 +26,7 @@ from lightning_tasks.recipes import (
     shipped_parts,
     shipped_recipes,
 )
-from lightning_tasks.recipes.variants import find_file, find_variant, full_name, read_variants
+from lightning_tasks.recipes.variants import find_named, find_variant, full_name, read_variants
 from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.runs.metric_names import robustness_name
 from tests.lightning_tasks.gathered import CHECKS
@@ -139,7 +139,7 @@ def test_a_bad_recipe_is_named_with_what_is_wrong(tmp_path, content, says):
     path = tmp_path / "bad.yaml"
     path.write_text(content)
     with pytest.raises(UsageError, match=rf"bad\.yaml.*{says}"):
-        check_recipe(path)
+        check_recipe(path, read_settings(path))
 
 
 def test_the_name_of_a_file_elsewhere_is_its_stem(tmp_path):
@@ -157,7 +157,7 @@ def test_readme_lists_every_recipe():
 
 @each_row("recipe", RECIPES)
 def test_every_recipe_is_guarded_and_summarized(recipe):
-    settings = read_settings(find_file(recipe)[0])
+    settings = find_named(recipe).settings
     callbacks = settings["trainer"]["callbacks"]
     if changed := [text for text in find_variant(recipe).overrides if text.startswith("--trainer.callbacks")]:
         (callbacks,) = [yaml.safe_load(text.removeprefix("--trainer.callbacks=")) for text in changed]
@@ -243,7 +243,7 @@ def logged_metrics(name):
     """What the callbacks of a recipe promise to log: at least one of each kind."""
     callbacks = {
         callback["class_path"].rsplit(".", 1)[-1]: callback.get("init_args", {})
-        for callback in read_settings(find_file(name)[0])["trainer"]["callbacks"]
+        for callback in find_named(name).settings["trainer"]["callbacks"]
     }
     metrics = [callbacks["RunSummary"].get("metric", "val/perplexity")]
     if "AttentionMonitor" in callbacks:
@@ -293,7 +293,7 @@ def test_every_twin_fits_validates_tests_and_predicts(name, own_folder, tiny_dat
     if "predict" not in commands:
         return
     predicted = run.parent / f"version_{1 + commands.index('predict')}"
-    if "SegmentationTask" in find_file(recipe)[0].read_text():  # masks are shown, not listed
+    if "SegmentationTask" in find_named(recipe).path.read_text():  # masks are shown, not listed
         assert (predicted / "predict_overlay.png").stat().st_size > 1000
     else:
         assert (predicted / "predictions.csv").read_text().startswith("index,")

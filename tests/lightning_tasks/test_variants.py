@@ -71,7 +71,7 @@ def test_a_recipe_without_variants_has_none(recipe):
 def test_variants_of_another_shape_are_refused(recipe, variants):
     recipe.write_text(f"model: {{class_path: x}}\nvariants: {variants}\n")
     with pytest.raises(UsageError, match=r"demo\.yaml: `variants` must be"):
-        check_recipe(recipe)
+        check_recipe(recipe, read_settings(recipe))
 
 
 def test_a_fit_of_a_variant_saves_a_complete_configuration_in_a_folder_of_its_own(recipe):

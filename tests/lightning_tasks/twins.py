@@ -8,18 +8,18 @@ from typing import Any
 import yaml
 
 from lightning_tasks.recipes import read_settings, recipe_name
-from lightning_tasks.recipes.variants import find_file
+from lightning_tasks.recipes.variants import find_named
 
 OVERLAYS = Path(__file__).resolve().parents[1] / "conf"
 
 
 def twin(name: str, folder: Path) -> str:
     """Write the twin of the recipe `name`, or of a variant of it, below `folder`; return what `--config` takes."""
-    recipe, variant = find_file(name)
+    recipe, settings, variant = find_named(name)
     shipped = recipe_name(recipe)
     path = folder / f"{shipped}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = overlaid(read_settings(recipe), read_settings(OVERLAYS / f"{shipped}.yaml"))
+    content = overlaid(settings, read_settings(OVERLAYS / f"{shipped}.yaml"))
     path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     return str(path) if variant is None else f"{path}/{variant}"
 

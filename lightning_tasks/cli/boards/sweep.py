@@ -13,8 +13,7 @@ import yaml
 from attention_modules import AttentionSpec
 from attention_modules.mechanism import build_mechanism, mechanism_class
 from lightning_tasks.errors import UsageError
-from lightning_tasks.recipes import read_settings
-from lightning_tasks.recipes.variants import find_file
+from lightning_tasks.recipes.variants import find_named
 from lightning_tasks.runs.safe_files import written_whole
 
 _SPEC = AttentionSpec(64, 4, 16, num_tokens=16)
@@ -78,7 +77,7 @@ def sweep_of(recipe: str, mechanism: str, metric: str | None, seeds: int) -> dic
     Raises:
         UsageError: the recipe has no metric of its own, or the mechanism no option to vary.
     """
-    settings = read_settings(find_file(recipe)[0])
+    settings = find_named(recipe).settings
     callbacks = settings.get("trainer", {}).get("callbacks") or []
     of_summary = [
         each.get("init_args", {}).get("metric", "val/perplexity")
