@@ -179,6 +179,13 @@ class LocAteR(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         self._reached = True
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # Such optimizers (fused ones) divide by the scale inside step(); all others were unscaled before this hook.
+        scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.enter(trainer, pl_module, optimizer, scaler if scaled else None)
+
+    def enter(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, scaler: Any) -> None:
+        """Add the penalty of the backward passes since the last time to an optimizer's gradients, scaled as these."""
         share = self._share_of_step(trainer, pl_module, optimizer)
         parameters = [] if self.observe_only else self._parameters(optimizer)
         if share == 0 or not (parameters or self.observe_only):
@@ -186,7 +193,7 @@ class LocAteR(Callback):
         with torch.set_grad_enabled(bool(parameters)), torch.autocast(pl_module.device.type, enabled=False):
             penalty = self.weight * self._penalty()
             if parameters and self.weight:
-                self._add_gradient(share * penalty, parameters, trainer, optimizer)
+                _add_gradient(share * penalty if scaler is None else scaler.scale(share * penalty), parameters)
         pl_module.log(self._name(trainer), penalty.detach())
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -204,7 +211,7 @@ class LocAteR(Callback):
         return f"locater/penalty_{place}" if place else "locater/penalty"
 
     def _share_of_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> float:
-        """Backward passes since an optimizer's last step, over those that the loss was divided by."""
+        """Backward passes since the last time, over those that the loss was divided by."""
         passes = self._backward_passes - self._joined.get(id(optimizer), 0)
         self._joined[id(optimizer)] = self._backward_passes
         return passes / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
@@ -226,22 +233,16 @@ class LocAteR(Callback):
             penalty = penalty + self.gamma * (trace(w_q, w_k) - target).square()
         return penalty.sum()
 
-    @staticmethod
-    def _add_gradient(
-        penalty: Tensor, parameters: list[nn.Parameter], trainer: pl.Trainer, optimizer: Optimizer
-    ) -> None:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # Such optimizers (fused ones) divide by the scale inside step(); all others were unscaled before this hook.
-        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            penalty = scaler.scale(penalty)
-        gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad.add_(gradient)
+
+def _add_gradient(penalty: Tensor, parameters: list[nn.Parameter]) -> None:
+    gradients = torch.autograd.grad(penalty, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
 
 
 def _full_precision(weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -171,7 +171,8 @@ class NonFiniteGuard(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._sample is not None and self._sample.losses and not self._stepped:
+        # Behind a step: losses of an optimizer that steps in a later batch; to skip it, its gradients are judged.
+        if self._sample is not None and self._sample.losses and not (self._stepped and self.action == "skip"):
             flags = Flags(self._sample.losses, list(pl_module.parameters()), shared=False)  # of this process's batch
             self._window.add(flags, self._sample)
         self._sample = None

@@ -20,6 +20,7 @@ from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -55,7 +56,7 @@ def sources_of(settings: Sequence[Any], folder: Path | None = None) -> Sources:
     texts = dict.fromkeys(text for text, _ in named)
     for text in (*texts, *_registered({*texts})):
         if _is_import_path(text):
-            found.update(_of_code(text))
+            found.update(_of_code(_dotted(text)))
     for text, beside in named:
         for name, path in _paths(text, beside).items():
             found.update(_of_path(name, path))
@@ -292,13 +293,16 @@ def _imports(file: Path, name: str, size: int, changed: int) -> tuple[str, ...]:
         elif isinstance(node, ast.ImportFrom):
             base = _absolute("." * node.level + (node.module or ""), package)
             found += [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
+            if node.names[0].name == "*":  # whose __all__ may name modules
+                found += _siblings(base.split("."))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_import_path(node.value):
-            found.append(node.value)
+            found.append(_dotted(node.value))
         elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
             values = [*node.args, *(each.value for each in node.keywords)]
-            texts = [each.value for each in values if isinstance(each, ast.Constant) and isinstance(each.value, str)]
-            packages = [package, *(text.split(".") for text in texts)]
-            found += [_absolute(text, each) for text in texts for each in packages]
+            parts = [each for value in values for each in ast.walk(value)]  # of a name that is put together, too
+            texts = [each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            packages = [package, *([*takewhile(str.isidentifier, text.split("."))] for text in texts)]
+            found += [_absolute(text.rstrip("."), each) for text in texts for each in packages]
             if not (values and isinstance(values[0], ast.Constant)):  # a name that is made at run time
                 found += [inner for each in packages for inner in _siblings(each)]
     return tuple(dict.fromkeys(found))
@@ -313,7 +317,12 @@ def _siblings(package: list[str]) -> list[str]:
 
 
 def _is_import_path(text: str) -> bool:
-    return "." in text and all(map(str.isidentifier, text.split(".")))
+    return "." in _dotted(text) and all(map(str.isidentifier, _dotted(text).split(".")))
+
+
+def _dotted(text: str) -> str:
+    """An import path of one spelling; that of entry points is `package.module:name`."""
+    return text.replace(":", ".", 1)
 
 
 def _called(node: ast.Call) -> str:

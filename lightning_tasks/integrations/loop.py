@@ -30,7 +30,7 @@ from lightning_tasks.callbacks import (
     QKClip,
     SpectrumMonitor,
 )
-from lightning_tasks.callbacks.base import kinds_of
+from lightning_tasks.callbacks.base import held_parameters, kinds_of
 from lightning_tasks.callbacks.monitoring.names import to_numbers
 from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
 
@@ -133,6 +133,7 @@ class Loop:
         self.model, self.callbacks, self.optimizers = model, [*callbacks], optimizers
         self.accumulate_grad_batches = check_integer("accumulate", accumulate, 1)
         self._adds = any(isinstance(each, _PENALTIES) for each in callbacks)
+        self._acts = any(isinstance(each, _ACT) for each in callbacks)
         kinds = set().union(*map(kinds_of, model.modules()))
         self.strategy = next((_REFUSED[name]() for name in kinds & set(_REFUSED)), _Here())
         self.state = SimpleNamespace(fn="fit", status="running")
@@ -148,7 +149,8 @@ class Loop:
         self._log = log
         self._view = _View(model, self)
         self._hooks = ExitStack()
-        self._in_batch = self._went_back = self._in_backward = self._announced = False
+        self._resumed: dict[str, Any] = {}
+        self._in_batch = self._went_back = self._in_backward = self._in_step = False
         self._since_step = self._backward_passes = 0  # backward passes since the last step, and all
         self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
@@ -158,10 +160,21 @@ class Loop:
         """Steps so far."""
         return int(self.fit_loop.epoch_loop._batches_that_stepped)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What callbacks keep for a run that goes on, as where LocAteR began; save it with the model."""
+        return {each.state_key: state for each in self.callbacks if (state := each.state_dict())}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, when the block begins."""
+        self._resumed = dict(state_dict)
+
     def __enter__(self) -> Loop:
         """Begin, as a fit does."""
         try:
             self._call("setup", "fit")
+            for each in self.callbacks:
+                if each.state_key in self._resumed:
+                    each.load_state_dict(self._resumed[each.state_key])
             self._view.configure_model()
             self._call("on_fit_start")
             self._call("on_train_start")
@@ -183,6 +196,7 @@ class Loop:
         """End, as a fit does, or as one that an error ends."""
         self._hooks.close()
         if error is not None:
+            self._in_batch, self._stepped, self._since_step = False, set(), 0
             self._call("on_exception", error)
             return
         self._end_batch()
@@ -197,7 +211,7 @@ class Loop:
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
-            self._in_backward = False  # an error has ended that backward pass
+            self._in_backward, self._went_back = False, True  # an error has ended that backward pass
         if not (model.training and torch.is_grad_enabled()) or self._in_backward:
             return
         if self._in_batch and self._went_back:
@@ -214,7 +228,7 @@ class Loop:
             trained = [each for each in model.parameters() if each.requires_grad] if self._adds else []
             nodes = [get_gradient_edge(each).node for each in trained]
             for each in _tensors(output):
-                if each.requires_grad:
+                if each.grad_fn is not None:  # hooks of what outlives the pass, as a Parameter, would pile up
                     each.register_hook(partial(self._begin_backward, nodes))
 
     def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
@@ -222,8 +236,8 @@ class Loop:
             return
         self._in_backward = True
         self._backward_passes += 1
-        if all(each.grad is None for each in self.model.parameters()):  # of a step that was taken, or left out
-            self._since_step, self._announced = 0, False
+        if self._begins_step():
+            self._since_step = 0
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -233,22 +247,40 @@ class Loop:
         self._in_backward, self._went_back = False, True
         self._since_step += 1
         self._call("on_after_backward")
-        # Here, before whoever clips gradients, as in Lightning; scaled ones are right at the step alone.
-        if self._since_step == self.accumulate_grad_batches and self.precision_plugin.scaler is None:
+        # A share in each backward pass: whatever scales, clips or drops gradients treats it as the loss's own.
+        for each in (each for each in self.callbacks if isinstance(each, LocAteR)):
             for optimizer in self.optimizers:
-                self._call("on_before_optimizer_step", optimizer)
-            self._announced = True
+                each.enter(self, self._view, optimizer, self.precision_plugin.scaler)  # type: ignore[arg-type]
+
+    def _begins_step(self) -> bool:
+        """Whether no gradient is left of earlier backward passes: their step was taken, or given up."""
+        held = held_parameters(self.optimizers).values() if self.optimizers else self.model.parameters()
+        left = [each.grad for each in held if each.grad is not None]
+        if left and self._since_step >= self.accumulate_grad_batches:  # zeroed ones, where it matters: this waits
+            left = [each for each in left if bool((each != 0).any())]
+        return not left
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
+            self._refuse_inner(optimizer)
             return
+        self._in_step = True
         if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
             self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
-        if self._adds:
-            self._refuse_hidden(optimizer)
-        if not (self._announced and self.optimizers):
-            self._call("on_before_optimizer_step", optimizer)
+        if self._acts:
+            self._refuse_hidden()
+        self._call("on_before_optimizer_step", optimizer)
+
+    def _refuse_inner(self, optimizer: Optimizer) -> None:
+        """Refuse a step, by an optimizer that nobody named, of what a named one trains: it would be seen in no step."""
+        stepped = held_parameters([optimizer]).keys()
+        outer = [each for each in self.optimizers if held_parameters([each]).keys() & stepped]
+        if outer and not self._in_step:
+            raise ValueError(
+                f"{type(optimizer).__name__} steps what {type(outer[0]).__name__}, given as optimizer=, trains: give "
+                "the one whose step() is called (the one inside it, as its base_optimizer), or both"
+            )
 
     def _refuse_unseen(self, optimizer: Optimizer) -> None:
         """Refuse a step by gradients of the model of which no backward pass was seen, where a callback is to act."""
@@ -262,22 +294,30 @@ class Loop:
                 "call backward() (gradients of torch.autograd.grad() do not count)"
             )
 
-    def _refuse_hidden(self, optimizer: Optimizer) -> None:
-        """Refuse a step of more backward passes than were said, or by a scaler that nobody named."""
+    def _refuse_hidden(self) -> None:
+        """Refuse a step of more backward passes than were said, within one, or by a scaler that nobody named."""
+        if self._in_backward:
+            raise ValueError(
+                "a step within the backward pass has gradients without what callbacks add, which comes at its end: "
+                "call step() behind backward()"
+            )
         if self._since_step > self.accumulate_grad_batches:
             passes, said = self._since_step, self.accumulate_grad_batches
             raise ValueError(
-                f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes}; or add "
-                "losses up, and call backward() once"
+                f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
+                f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
             )
-        if self.precision_plugin.scaler is None and _steps_by_scaler():
+        if self._adds and self.precision_plugin.scaler is None and _steps_by_scaler():
             raise ValueError(
                 "a GradScaler makes this step, and what callbacks add to gradients must be scaled as the loss: give "
                 "scaler=, the same one"
             )
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._trains(optimizer) and self._in_batch:
+        if not self._trains(optimizer):
+            return
+        self._in_step = False
+        if self._in_batch:
             self._stepped.add(id(optimizer))
             if len(self._stepped) >= len(self.optimizers):
                 self._end_batch()
@@ -293,13 +333,16 @@ class Loop:
             return
         self._in_batch, stepped = False, bool(self._stepped)
         self._stepped = set()
+        if not stepped and (self._since_step >= self.accumulate_grad_batches or self._begins_step()):
+            for optimizer in self.optimizers:  # of a step that was left out, as a scaler does
+                self._call("on_before_optimizer_step", optimizer)
         self._call("on_train_batch_end", None, None, self.passes - 1)
         step = self.global_step
         values = self.loggers[0].values | to_numbers({name: each.float() for name, each in self.logged.items()})
         self.loggers[0].values, self.logged = {}, {}
         self.fit_loop.epoch_loop._batches_that_stepped += stepped
         if stepped:
-            self._since_step, self._announced = 0, False
+            self._since_step = 0
         if values and self._log is not None and self.is_global_zero:
             self._log(values, step=step)
 

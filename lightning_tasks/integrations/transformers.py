@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from attention_modules.extras import needed_for
 from attention_modules.hosts.huggingface.saving import write_card
@@ -14,12 +16,17 @@ from lightning_tasks.integrations.loop import Loop
 
 with needed_for("attnswap.integrations.transformers", "hf"):
     from transformers import Trainer, TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+
+
+_STATES = "attnswap_callbacks.pt"
 
 
 class Watch(TrainerCallback):
     """Runs monitors, regularizers and stabilizers of :mod:`attnswap.callbacks` in a Trainer of transformers.
 
-    What they log is logged by the Trainer, so that its history and its reporters (W&B, TensorBoard) have it. The
+    What they log is logged by the Trainer, so that its history and its reporters (W&B, TensorBoard) have it. What they
+    keep for a run that resumes is a file ``attnswap_callbacks.pt`` in the Trainer's checkpoints. The
     Trainer's model card names what was swapped in the model.
 
     Args:
@@ -38,10 +45,13 @@ class Watch(TrainerCallback):
     def __init__(self, trainer: Trainer, *callbacks: pl.Callback) -> None:
         self._trainer, self._callbacks = trainer, callbacks
         self._loop: Loop | None = None
+        self._from: str | None = None  # the checkpoint that training goes on from
         train, create_card = trainer.train, trainer.create_model_card
 
         @wraps(train)
         def train_and_leave(*args: Any, **kwargs: Any) -> Any:
+            given = args[0] if args else kwargs.get("resume_from_checkpoint")
+            self._from = get_last_checkpoint(trainer.args.output_dir) if given is True else given
             try:
                 return train(*args, **kwargs)
             except BaseException as error:  # of which a Trainer tells no callback
@@ -62,13 +72,22 @@ class Watch(TrainerCallback):
         optimizer = kwargs["optimizer"]
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         accumulate = args.gradient_accumulation_steps
-        self._loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler).__enter__()
+        loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler)
+        if self._from:
+            loop.load_state_dict(_read(Path(self._from) / _STATES))
+        self._loop = loop.__enter__()
         self._loop.fit_loop.epoch_loop._batches_that_stepped = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step of an epoch may have fewer batches, and the loss is divided by their number."""
         if self._loop is not None:
             self._loop.accumulate_grad_batches = self._trainer.current_gradient_accumulation_steps
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the callbacks' states beside the Trainer's."""
+        if self._loop is not None and state.is_world_process_zero:
+            file = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
+            torch.save(_read(file) | self._loop.state_dict(), file)  # another Watch may have written it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End."""
@@ -81,3 +100,7 @@ class Watch(TrainerCallback):
 
     def _log(self, values: Mapping[str, float], step: int) -> None:
         self._trainer.log(dict(values))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else {}

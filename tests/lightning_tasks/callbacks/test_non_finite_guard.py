@@ -146,6 +146,22 @@ def test_a_step_is_judged_by_its_own_backward_passes():
     assert (module.passes, guard.skipped) == (8, 1)
 
 
+def test_a_loss_behind_a_step_is_one_of_its_own_batch():
+    """Of an optimizer that gathers over batches, while another steps in each."""
+
+    class Gathers(TwoOptimizers):
+        def training_step(self, batch, batch_idx):
+            first, second = self.optimizers()
+            self.manual_backward(TinyLM.training_step(self, batch, batch_idx))
+            first.step()
+            self.manual_backward(TinyLM.training_step(self, batch, batch_idx) + (math.inf if batch_idx == 2 else 0))
+            if batch_idx % 2:
+                second.step()
+            self.zero_grad()
+
+    assert stopped(Gathers(), loader=batches(4)).startswith("step 2 (epoch 0, batch 2): the loss is inf")
+
+
 def test_where_all_backward_passes_come_first_each_step_is_judged_by_all():
     class Together(TwoOptimizers):
         def training_step(self, batch, batch_idx):

@@ -95,7 +95,7 @@ def test_a_compiled_model_gives_what_it_gives_watched_or_not(name):
 REFUSED = {
     "backward passes": (
         {"leave_out": [0, 2], "divide": 2},
-        "a step has 2 backward passes, and accumulate is 1: give accumulate=2; or add losses up",
+        "a step has 2 backward passes, and accumulate is 1: give accumulate=2 where each loss is divided by 2",
     ),
     "scaler": ({"scale": 1024.0}, "a GradScaler makes this step, .*: give scaler="),
     "accumulate": ({"accumulate": 0}, "accumulate must be an integer of at least 1, got 0"),

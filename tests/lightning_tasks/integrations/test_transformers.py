@@ -18,7 +18,7 @@ class Stops(transformers.TrainerCallback):
         raise RuntimeError("out of memory")
 
 
-def trained(tmp_path, callbacks, accumulate=1, wrap=lambda model: model, count=16, further=(), **options):
+def trained(tmp_path, callbacks, accumulate=1, wrap=lambda model: model, count=16, further=(), resume=None, **options):
     """What was logged, and the weights, of four steps."""
     config = transformers.LlamaConfig(
         vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
@@ -37,7 +37,7 @@ def trained(tmp_path, callbacks, accumulate=1, wrap=lambda model: model, count=1
         logging_steps=1,
         report_to=[],
         use_cpu=True,
-        save_strategy="no",
+        save_strategy="steps" if "save_steps" in options else "no",
         lr_scheduler_type="constant",
         seed=0,
         **options,
@@ -45,7 +45,7 @@ def trained(tmp_path, callbacks, accumulate=1, wrap=lambda model: model, count=1
     trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=list(further))
     if callbacks:
         trainer.add_callback(Watch(trainer, *callbacks))
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
     return trainer.state.log_history, weights, trainer
 
@@ -110,6 +110,25 @@ def test_watching_changes_nothing_and_is_in_the_history(tmp_path, accumulate):
     seen = [row for row in history if "attention/entropy/mean" in row]
     assert len(seen) == 2
     assert all(0 < row["attention/entropy/mean"] < 3 for row in seen)
+
+
+class StopsAtHalf(transformers.TrainerCallback):
+    """Ends training after two steps."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_resumed_run_holds_the_mean_of_the_first_start(tmp_path):
+    def weights(*folders, further=(), **options):
+        penalty = LocAteR(1.0, gamma=50.0)
+        return trained(
+            tmp_path.joinpath(*folders), [penalty], further=further, learning_rate=0.05, save_steps=2, **options
+        )[1]
+
+    whole = weights("whole")
+    weights("parted", further=[StopsAtHalf()])
+    assert torch.equal(weights("parted", resume=True), whole)
 
 
 def test_the_card_of_the_trainer_names_what_was_swapped(tmp_path):

@@ -115,9 +115,12 @@ def test_the_penalty_of_drawn_gates_is_that_of_lightning(accumulate):
 def test_accumulated_batches_are_those_of_lightning(name):
     expected, weights = in_lightning(CALLBACKS[name](), None, accumulate=2)
     found, trained = in_a_loop(CALLBACKS[name](), None, accumulate=2)
-    assert torch.equal(trained, weights)
-    shared = {step: {key: found[step][key] for key in found[step]} for step in found}
-    assert {step: {key: expected[step][key] for key in row} for step, row in shared.items()} == shared
+    if name == "LocAteR":  # its share enters with each batch here, and at the step there
+        torch.testing.assert_close(trained, weights, rtol=1e-5, atol=1e-7)
+    else:
+        assert torch.equal(trained, weights)
+    for step, row in found.items():
+        assert row == pytest.approx({key: expected[step][key] for key in row}, rel=1e-6 if name == "LocAteR" else 0)
 
 
 def test_further_forward_passes_and_evaluations_are_no_batches():

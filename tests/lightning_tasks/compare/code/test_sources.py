@@ -237,8 +237,11 @@ def test_a_package_that_imports_what_it_finds_counts_whole(project):
     called = "importlib.import_module('.' + name, package='registry')"
     (project / "outside.py").write_text(f"import importlib\ndef load(name):\n    return {called}\n")
     assert {*sources_of(["registry.Mine"])} < {*sources_of(["outside.load"])}
-    (project / "alone.py").write_text(text)  # in no package: what it finds cannot be told
-    assert {*sources_of(["alone.Mine"])} == {"alone (alone.py)"}
+    for starred in ("from registry import *\n", "KIND = 'registry.one:Mine'\n", "import_module(f'registry.{x}')\n"):
+        (project / "starred.py").write_text(starred)
+        assert "registry.one (one.py)" in sources_of(["starred.Mine"])
+    (project / "alone.py").write_text(text)  # in no package itself
+    assert {"alone (alone.py)", "registry.one (one.py)"} < {*sources_of(["alone.Mine"])}
 
 
 @pytest.mark.parametrize(

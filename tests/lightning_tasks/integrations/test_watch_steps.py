@@ -1,0 +1,234 @@
+"""What becomes of penalties and clips when a loop scales, clips, drops, accumulates or repeats its gradients."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+import attnswap
+from attention_modules.analysis import frobenius_squared
+from attention_modules.hosts import attention_layers
+from lightning_tasks.callbacks import AttentionMonitor, LocAteR, QKClip
+
+WEIGHT = 0.05
+
+
+def network():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(4, 16), layer, nn.Linear(16, 3))
+
+
+def inputs(count=5):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, 4, generator=generator) for _ in range(count)]
+
+
+def penalty(model):
+    """LocAteR's, by its equation."""
+    return WEIGHT * sum(frobenius_squared(*layer.qk_weights()).sum() for layer in attention_layers(model))
+
+
+def flat(model):
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def scaled_steps(model, loss_of, fused=False, unscales=False, overflows=0, zeroes=True):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    yield {"optimizer": optimizer, "scaler": scaler}
+    for place, batch in enumerate(inputs()):
+        scaler.scale(loss_of(batch) * (float("inf") if place < overflows else 1.0)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=zeroes)
+
+
+def windows(model, loss_of, given_up=(), clips=False):
+    """Of two batches, the last of one; some are given up after their first batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield {"optimizer": optimizer, "accumulate": 2}
+    gathered = 0
+    for place, batch in enumerate(inputs(6 if given_up else 5)):
+        (loss_of(batch) / 2).backward()
+        gathered = 0 if place in given_up else gathered + 1
+        if not gathered:
+            optimizer.zero_grad()
+        if gathered == 2 or place == 4:
+            if clips:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            gathered = 0
+
+
+def discriminator(model, loss_of):
+    """Real and generated batches have a backward pass each, and the generator's goes through the model."""
+    torch.manual_seed(3)
+    generator = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    yield {"optimizer": optimizer, "accumulate": 2}
+    for batch in inputs():
+        model.zero_grad()
+        (loss_of(batch) / 2).backward()
+        (loss_of(generator(batch).detach()) / 2).backward()
+        optimizer.step()
+        model(generator(batch)).square().mean().backward()
+
+
+LOOPS = {
+    "scaled": scaled_steps,
+    "scaled, fused": lambda *of: scaled_steps(*of, fused=True),
+    "unscaled and clipped": lambda *of: scaled_steps(*of, unscales=True),
+    "unscaled and clipped, fused": lambda *of: scaled_steps(*of, fused=True, unscales=True),
+    "first steps left out": lambda *of: scaled_steps(*of, overflows=2),
+    "first steps left out, zeroed in place": lambda *of: scaled_steps(*of, overflows=2, zeroes=False),
+    "short last window, clipped": lambda *of: windows(*of, clips=True),
+    "a window given up": lambda *of: windows(*of, given_up=(0,)),
+    "real and generated": discriminator,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_penalty_enters_as_if_the_loss_had_it(name):
+    found = []
+    for watched in (True, False):
+        model = network()
+
+        def loss_of(batch, model=model, watched=watched):
+            loss = model(batch).square().mean()
+            return loss if watched else loss + penalty(model)
+
+        loop = LOOPS[name](model, loss_of)
+        given = next(loop)
+        with attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT)], **given) if watched else nullcontext():
+            assert next(loop, None) is None
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[0], flat(network()))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_logits_of_a_step_that_is_left_out_clip_no_later_one(named):
+    model = network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    given = {"scaler": scaler} if named else {}
+    with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer, **given):
+        for batch, factor in zip(inputs(2), (float("inf"), 1.0), strict=True):
+            large = batch * (100 if factor > 1 else 1)
+            scaler.scale(model(large).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert torch.equal(flat(model), flat(network()))
+
+
+def test_a_clip_refuses_accumulation_that_nobody_named():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer)
+    with watching:
+        for batch in inputs(2):
+            model(batch).square().mean().backward()
+        with pytest.raises(ValueError, match="a step has 2 backward passes, and accumulate is 1: give accumulate=2"):
+            optimizer.step()
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another optimizer, as that of sharpness-aware minimization does."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def second_step(self):
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        self.second_step()
+
+
+def test_a_step_by_an_optimizer_inside_the_named_one_is_refused_and_a_step_through_it_is_one():
+    for through in (False, True):
+        model, seen = network(), []
+        optimizer = Around(model.parameters())
+        step = optimizer.step if through else optimizer.second_step
+        watching = attnswap.watch(
+            model,
+            log=lambda _, step, seen=seen: seen.append(step),
+            callbacks=[AttentionMonitor(1)],
+            optimizer=optimizer,
+        )
+        with nullcontext() if through else pytest.raises(ValueError, match="SGD steps what Around, given as"), watching:
+            for batch in inputs(3):
+                model(batch).square().mean().backward()
+                step()
+                optimizer.zero_grad()
+        assert seen == ([0, 1, 2] if through else [])
+
+
+def test_a_step_within_the_backward_pass_is_refused():
+    model = network()
+    by_parameter = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    for parameter in by_parameter:
+        parameter.register_post_accumulate_grad_hook(lambda each: by_parameter[each].step())
+    watching = attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT)], optimizer=[*by_parameter.values()])
+    with pytest.raises(ValueError, match="a step within the backward pass"), watching:
+        model(inputs()[0]).square().mean().backward()
+
+
+class WithTemperature(nn.Module):
+    """Returns one of its Parameters beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.network, self.temperature = network(), nn.Parameter(torch.ones(()))
+
+    def forward(self, batch):
+        return self.network(batch) * self.temperature, self.temperature
+
+
+def test_what_outlives_a_forward_pass_is_given_no_hooks():
+    model = WithTemperature()
+    with attnswap.watch(model, log=dict):
+        for batch in inputs():
+            model(batch)[0].square().mean().backward()
+    assert not model.temperature._backward_hooks
+
+
+def test_a_loop_that_an_error_ended_begins_again():
+    model, seen = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watching = attnswap.watch(
+        model, log=lambda _, step: seen.append(step), callbacks=[LocAteR(WEIGHT)], optimizer=optimizer
+    )
+    for error in (RuntimeError("out of memory"), None):
+        with pytest.raises(RuntimeError, match="out of memory") if error else nullcontext(), watching:
+            for batch in inputs(2):
+                model(batch).square().mean().backward()
+                if error:
+                    raise error
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen == [0, 1]
+
+
+def test_a_state_holds_where_a_mean_began():
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT, gamma=1.0)], optimizer=optimizer) as loop:
+        state = loop.state_dict()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.mul_(2)
+    again = attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT, gamma=1.0)], optimizer=optimizer)
+    again.load_state_dict(state)
+    with again:
+        (before,), (after,) = (
+            next(iter(each.values()))["initial_traces"].values() for each in (state, again.state_dict())
+        )
+    assert torch.equal(before, after)
