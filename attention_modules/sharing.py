@@ -179,7 +179,8 @@ class Link:
         else:
             raise SharedValueError(
                 f"{self._name(self.position)} reads the values of {self._name(source)}, which has not run in this "
-                "forward pass: run the model from its beginning, not a part of it"
+                "forward pass: run the model from its beginning, with all its layers; if layers were replaced or moved "
+                "since, restore the model and swap it again"
             )
         if value.shape != v.shape:
             raise SharedValueError(

@@ -30,7 +30,7 @@ def row_entropy(
     Args:
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, M, d]``.
-        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``; it takes no gradient.
+        attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         scale: factor on the logits, 1/sqrt(d) where None.
 

@@ -149,7 +149,13 @@ class LocAteR(Callback):
     def _check_trained(self, trainer: pl.Trainer) -> None:
         held = held_parameters(trainer.optimizers)
         for layer in self._layers:
-            if not any(parameter.requires_grad and id(parameter) in held for parameter in layer.qk_parameters()):
+            own = layer.qk_parameters()
+            if not own:
+                raise ValueError(
+                    f"LocAteR: the query and key weights of {layer.name!r} are no Parameters, but computed at each "
+                    "call (pruning): make them permanent first, as prune.remove() does, or name the layer in exclude="
+                )
+            if not any(parameter.requires_grad and id(parameter) in held for parameter in own):
                 text = (
                     f"LocAteR: the query and key weights of {layer.name!r} are frozen or in no optimizer, so the "
                     "penalty would change nothing; train them, name the layer in exclude=, or set observe_only=True"

@@ -175,10 +175,11 @@ class SwapAttention(Callback):
         callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
         for position, callback in enumerate(callbacks):
             kinds, name = kinds_of(callback), type(callback).__name__
-            if kinds & {"WeightAveraging", "StochasticWeightAveraging"} and position < callbacks.index(self):
+            takes = kinds & {"WeightAveraging", "StochasticWeightAveraging", "ModelPruning"}
+            if takes and position < callbacks.index(self):
                 raise ValueError(
-                    f"{name} is listed before SwapAttention, so it would average a copy of the module with its old "
-                    f"attention; list SwapAttention before {name}"
+                    f"{name} is listed before SwapAttention, so it would take the module with its old attention; list "
+                    f"SwapAttention before {name}"
                 )
             if "StochasticWeightAveraging" in kinds and _built_later(pl_module):
                 raise ValueError(

@@ -21,9 +21,9 @@ from lightning_tasks.callbacks.stabilizers.loss_penalty import LossPenalty
 class MapPenalty(LossPenalty, shared=True):
     """Adds weight · Σ over layers and calls of :meth:`_penalty` to the loss of each training batch.
 
-    The map is the one that acts, where that is softmax of some queries and keys, its rows over their sums. What these
-    are made of takes the gradient: the layer's queries and keys, its input where the mechanism reads it, and the
-    mechanism's Parameters.
+    The map is the one that acts, where that is softmax of some queries and keys, its rows over their sums. All that the
+    mechanism is given takes the gradient if it trains (queries, keys, values, a learned bias on the logits), and so do
+    the mechanism's Parameters.
     """
 
     of = "neither queries nor keys"
@@ -53,7 +53,11 @@ class MapPenalty(LossPenalty, shared=True):
             self._taken.add(index)
         owned = {name: each for name, each in mechanism.named_parameters() if each.requires_grad}
         x = [] if kwargs.get("x") is None else [kwargs["x"]]
-        parts = list({id(part): part for part in (query, key, *x, *owned.values())}.values())
+        parts = [query, key, *x, *owned.values()]
+        if any(each.requires_grad for each in parts):
+            further = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+            parts += [each for each in further if each.requires_grad]
+        parts = list({id(part): part for part in parts}.values())
         as_now = _autocast_as_now(query.device)
 
         def penalty(*given: Tensor) -> Tensor:
@@ -69,7 +73,7 @@ class MapPenalty(LossPenalty, shared=True):
         if attached is None:
             return None
         now = {id(part): new for part, new in zip(parts, attached, strict=True)}
-        return _exchanged(args, kwargs, now, detach=False)
+        return _exchanged(args, kwargs, now)
 
     def _factors(
         self, index: int, mechanism: AttentionMechanism, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -92,16 +96,11 @@ class MapPenalty(LossPenalty, shared=True):
 
 
 def _exchanged(
-    args: Sequence[Any], kwargs: Mapping[str, Any], now: Mapping[int, Tensor], detach: bool = True
+    args: Sequence[Any], kwargs: Mapping[str, Any], now: Mapping[int, Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with other tensors in place of some; what stays is detached, if asked."""
-
-    def new(value: Any) -> Any:
-        if id(value) in now:
-            return now[id(value)]
-        return value.detach() if detach and isinstance(value, Tensor) else value
-
-    return tuple(map(new, args)), {name: new(value) for name, value in kwargs.items()}
+    """The arguments of a call with other tensors in place of some."""
+    new = {name: now.get(id(value), value) for name, value in kwargs.items()}
+    return tuple(now.get(id(value), value) for value in args), new
 
 
 def _autocast_as_now(device: torch.device) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from torch.nn.utils import prune
 
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
@@ -218,6 +219,16 @@ def test_frozen_layers_are_an_error():
     with pytest.raises(ValueError, match=r"net.encoder.layers.1.self_attn.*exclude="):
         fit(module, [callback()])
     fit(module, [callback(exclude=["*.layers.1.*"])])
+
+
+def test_pruned_weights_are_an_error_that_says_so():
+    module = TinyLM()
+    for layer in module.net["encoder"].layers:
+        prune.l1_unstructured(layer.self_attn, "in_proj_weight", amount=0.5)
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn' are no Parameters, but computed at each call \(pruning\)"
+    ):
+        fit(module, [LocAteR(0.1)])
 
 
 def test_weights_that_no_optimizer_holds_are_an_error():

@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn.utils import parametrize
 
@@ -169,11 +169,17 @@ def test_weight_averaging_listed_after_averages_the_swapped_module(kind, averagi
     assert weights_of(module).isfinite().all()
 
 
-@each_row("averaging", [WeightAveraging, EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1)])
-def test_weight_averaging_listed_before_is_an_error(averaging):
+@each_row(
+    "taking",
+    [
+        *(WeightAveraging, EMAWeightAveraging, lambda: StochasticWeightAveraging(0.1)),
+        lambda: ModelPruning("l1_unstructured", amount=0.3),
+    ],
+)
+def test_what_takes_the_module_before_the_swap_is_an_error(taking):
     module = TinyLM()
     with pytest.raises(ValueError, match="list SwapAttention before"):
-        fit(module, [averaging(), SwapAttention("symmetric")])
+        fit(module, [taking(), SwapAttention("symmetric")])
     assert mechanisms(module) == []
 
 
