@@ -86,7 +86,8 @@ class Watch(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the callbacks' states beside the Trainer's."""
         if self._loop is not None and state.is_world_process_zero:
-            file = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
+            folder = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))  # of a search's trial, too
+            file = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
             torch.save(_read(file) | self._loop.state_dict(), file)  # another Watch may have written it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
