@@ -190,7 +190,9 @@ class LocAteR(Callback):
         scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
         self.enter(trainer, pl_module, optimizer, scaler if scaled else None)
 
-    def enter(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, scaler: Any) -> None:
+    def enter(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, scaler: Any, log: bool = True
+    ) -> None:
         """Add the penalty of the backward passes since the last time to an optimizer's gradients, scaled as these."""
         share = self._share_of_step(trainer, pl_module, optimizer)
         parameters = [] if self.observe_only else self._parameters(optimizer)
@@ -200,7 +202,8 @@ class LocAteR(Callback):
             penalty = self.weight * self._penalty()
             if parameters and self.weight:
                 _add_gradient(share * penalty if scaler is None else scaler.scale(share * penalty), parameters)
-        pl_module.log(self._name(trainer), penalty.detach())
+        if log:
+            pl_module.log(self._name(trainer), penalty.detach())
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._reached and self._backward_passes:
@@ -246,9 +249,8 @@ def _add_gradient(penalty: Tensor, parameters: list[nn.Parameter]) -> None:
         if gradient is None:
             continue
         if parameter.grad is None:
-            parameter.grad = gradient
-        else:
-            parameter.grad.add_(gradient)
+            parameter.grad = torch.zeros_like(parameter)  # of a sharded one, sharded as it is
+        parameter.grad.add_(gradient)
 
 
 def _full_precision(weights: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -240,7 +240,7 @@ def _module(name: str) -> _Module:
 def _found_module(name: str, folders: tuple[str, ...]) -> _Module:
     file, parts = None, name.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = _spec(parts[:depth], folders)
+        spec = _spec(parts[:depth], folders, file is None)
         if spec is None:
             return _Module(file, None)
         if spec.origin and spec.has_location:
@@ -251,13 +251,16 @@ def _found_module(name: str, folders: tuple[str, ...]) -> _Module:
     return _Module(file, folders)
 
 
-def _spec(parts: list[str], folders: tuple[str, ...]) -> ModuleSpec | None:
-    """By the last part of an import path, as nested folders without `__init__.py` are asked of Python by all of it."""
+def _spec(parts: list[str], folders: tuple[str, ...], bare: bool) -> ModuleSpec | None:
+    """By the last part of an import path, as nested folders without `__init__.py` are asked of Python by all of it.
+
+    In such folders (`bare`) an editable installation may map a module too; find_spec() would import what is around it.
+    """
     spec = PathFinder.find_spec(parts[-1], list(folders))
     if spec is not None:
         return spec
-    if parts[1:]:  # an editable installation may map it; find_spec() would import the packages around it
-        finders = (each for each in sys.meta_path if each is not PathFinder)
+    if parts[1:]:
+        finders = [each for each in sys.meta_path if bare and each is not PathFinder and hasattr(each, "find_spec")]
         return next(filter(None, (each.find_spec(".".join(parts), folders) for each in finders)), None)
     try:
         return find_spec(parts[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
@@ -154,6 +155,9 @@ class Loop:
         self._since_step = self._backward_passes = 0  # backward passes since the last step, and all
         self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
+        self._steps = 0  # of them, in all
+        self._foreign: dict[int, int] = {}  # of optimizers that nobody named: how many there were when a step began
+        self._told = False
 
     @property
     def global_step(self) -> int:
@@ -236,7 +240,7 @@ class Loop:
             return
         self._in_backward = True
         self._backward_passes += 1
-        if self._begins_step():
+        if not self._has_gradients(self.optimizers):
             self._since_step = 0
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
@@ -250,21 +254,23 @@ class Loop:
         # A share in each backward pass: whatever scales, clips or drops gradients treats it as the loss's own.
         for each in (each for each in self.callbacks if isinstance(each, LocAteR)):
             for optimizer in self.optimizers:
-                each.enter(self, self._view, optimizer, self.precision_plugin.scaler)  # type: ignore[arg-type]
+                each.enter(self, self._view, optimizer, self.precision_plugin.scaler, self._since_step == 1)  # type: ignore[arg-type]
 
-    def _begins_step(self) -> bool:
-        """Whether no gradient is left of earlier backward passes: their step was taken, or given up."""
-        held = held_parameters(self.optimizers).values() if self.optimizers else self.model.parameters()
+    def _has_gradients(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether some are left of earlier backward passes; else their step was taken, or given up."""
+        held = held_parameters(optimizers).values() if optimizers else self.model.parameters()
         left = [each.grad for each in held if each.grad is not None]
-        if left and self._since_step >= self.accumulate_grad_batches:  # zeroed ones, where it matters: this waits
-            left = [each for each in left if bool((each != 0).any())]
-        return not left
+        # To look for zeros waits for the device; where more passes would follow than a step has, it matters.
+        return any(self._since_step < self.accumulate_grad_batches or bool((each != 0).any()) for each in left)
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
-            self._refuse_inner(optimizer)
+            self._foreign[id(optimizer)] = self._steps
             return
+        if torch._C._current_graph_task_id() == -1:  # else an error has ended that backward pass
+            self._in_backward = False
         self._in_step = True
+        self._steps += 1
         if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
             self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
@@ -272,14 +278,17 @@ class Loop:
             self._refuse_hidden()
         self._call("on_before_optimizer_step", optimizer)
 
-    def _refuse_inner(self, optimizer: Optimizer) -> None:
-        """Refuse a step, by an optimizer that nobody named, of what a named one trains: it would be seen in no step."""
+    def _warn_of_unseen(self, optimizer: Optimizer) -> None:
+        """Say that a step, by an optimizer that nobody named, of what a named one trains is none of those seen."""
+        within = self._in_step or self._foreign.get(id(optimizer)) != self._steps
         stepped = held_parameters([optimizer]).keys()
         outer = [each for each in self.optimizers if held_parameters([each]).keys() & stepped]
-        if outer and not self._in_step:
-            raise ValueError(
-                f"{type(optimizer).__name__} steps what {type(outer[0]).__name__}, given as optimizer=, trains: give "
-                "the one whose step() is called (the one inside it, as its base_optimizer), or both"
+        if outer and not within and not self._told:
+            self._told = True
+            named = type(outer[0]).__name__
+            rank_zero_warn(
+                f"{type(optimizer).__name__} steps what {named}, given as optimizer=, trains, and is not seen: if "
+                f"{named}.step() is never called, give the optimizer inside it (its base_optimizer)"
             )
 
     def _refuse_unseen(self, optimizer: Optimizer) -> None:
@@ -301,13 +310,15 @@ class Loop:
                 "a step within the backward pass has gradients without what callbacks add, which comes at its end: "
                 "call step() behind backward()"
             )
-        if self._since_step > self.accumulate_grad_batches:
+        scaler = self.precision_plugin.scaler
+        # Without a scaler, a clip of weights asks for no number: no step is left out.
+        if (self._adds or scaler is not None) and self._since_step > self.accumulate_grad_batches:
             passes, said = self._since_step, self.accumulate_grad_batches
             raise ValueError(
                 f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
                 f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
             )
-        if self._adds and self.precision_plugin.scaler is None and _steps_by_scaler():
+        if self._adds and scaler is None and _steps_by_scaler():
             raise ValueError(
                 "a GradScaler makes this step, and what callbacks add to gradients must be scaled as the loss: give "
                 "scaler=, the same one"
@@ -315,6 +326,7 @@ class Loop:
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._trains(optimizer):
+            self._warn_of_unseen(optimizer)
             return
         self._in_step = False
         if self._in_batch:
@@ -332,9 +344,15 @@ class Loop:
         if not self._in_batch:
             return
         self._in_batch, stepped = False, bool(self._stepped)
+        idle = [each for each in self.optimizers if id(each) not in self._stepped]
         self._stepped = set()
-        if not stepped and (self._since_step >= self.accumulate_grad_batches or self._begins_step()):
-            for optimizer in self.optimizers:  # of a step that was left out, as a scaler does
+        over = (
+            not stepped
+            and self.precision_plugin.scaler is not None
+            and self._since_step >= self.accumulate_grad_batches
+        )
+        for optimizer in idle:
+            if over or not self._has_gradients([optimizer]):  # its step was left out, as by a scaler
                 self._call("on_before_optimizer_step", optimizer)
         self._call("on_train_batch_end", None, None, self.passes - 1)
         step = self.global_step

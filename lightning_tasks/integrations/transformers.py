@@ -85,10 +85,10 @@ class Watch(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the callbacks' states beside the Trainer's."""
-        if self._loop is not None and state.is_world_process_zero:
+        if self._loop is not None and args.should_save and (states := self._loop.state_dict()):
             folder = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))  # of a search's trial, too
             file = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
-            torch.save(_read(file) | self._loop.state_dict(), file)  # another Watch may have written it
+            torch.save(_read(file) | states, file)  # another Watch may have written it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End."""

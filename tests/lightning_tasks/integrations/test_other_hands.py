@@ -174,10 +174,12 @@ def two_processes():
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("name", ranks.CALLBACKS)
+@pytest.mark.parametrize("name", [*ranks.CALLBACKS, "LocAteR, sharded"])
 def test_two_processes_are_as_one_of_all_samples(two_processes, name):
     (weights, logged), (other, never) = (each[name] for each in two_processes)
     assert weights == other
     assert (logged, never) == (0 if name == "none" else 3, 0)
-    torch.testing.assert_close(torch.tensor(weights), ranks.trained(ranks.CALLBACKS[name]())[0], atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(weights), ranks.trained(ranks.CALLBACKS[name.partition(",")[0]]())[0], atol=5e-6, rtol=1e-5
+    )
     assert (weights == two_processes[0]["none"][0]) == (name in ("none", "AttentionMonitor"))

@@ -127,15 +127,38 @@ def test_logits_of_a_step_that_is_left_out_clip_no_later_one(named):
     assert torch.equal(flat(model), flat(network()))
 
 
-def test_a_clip_refuses_accumulation_that_nobody_named():
+@pytest.mark.parametrize("named", [False, True])
+def test_the_logits_of_one_optimizer_s_left_out_step_are_forgotten_though_another_stepped(named):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watching = attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer)
-    with watching:
-        for batch in inputs(2):
-            model(batch).square().mean().backward()
-        with pytest.raises(ValueError, match="a step has 2 backward passes, and accumulate is 1: give accumulate=2"):
+    weights = [*model[1].parameters()]
+    optimizers = [torch.optim.SGD(part, lr=0.0) for part in (weights, [*model[0].parameters(), *model[2].parameters()])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    given = {"scaler": scaler} if named else {}
+    with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizers, **given):
+        for factor in (100.0, 1.0):
+            scaler.scale(model(inputs()[0] * factor).square().mean()).backward()
+            if factor > 1:
+                weights[0].grad.fill_(float("inf"))
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    assert torch.equal(flat(model), flat(network()))
+
+
+def test_a_clip_sees_accumulated_batches_that_nobody_named():
+    found = []
+    for given in ({}, {"accumulate": 2}):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer, **given):
+            for batch, factor in zip(inputs(2), (100, 1), strict=True):
+                model(batch * factor).square().mean().backward()
             optimizer.step()
+        found.append(flat(model))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], flat(network()))
 
 
 class Around(torch.optim.Optimizer):
@@ -152,23 +175,43 @@ class Around(torch.optim.Optimizer):
         self.second_step()
 
 
-def test_a_step_by_an_optimizer_inside_the_named_one_is_refused_and_a_step_through_it_is_one():
-    for through in (False, True):
+def test_a_step_by_an_optimizer_inside_the_named_one_is_told_of_and_a_step_through_it_is_one(recwarn):
+    for through in (True, False):
         model, seen = network(), []
         optimizer = Around(model.parameters())
         step = optimizer.step if through else optimizer.second_step
-        watching = attnswap.watch(
-            model,
-            log=lambda _, step, seen=seen: seen.append(step),
-            callbacks=[AttentionMonitor(1)],
-            optimizer=optimizer,
-        )
-        with nullcontext() if through else pytest.raises(ValueError, match="SGD steps what Around, given as"), watching:
+        log = lambda _, step, seen=seen: seen.append(step)  # noqa: E731
+        with attnswap.watch(model, log=log, callbacks=[AttentionMonitor(1)], optimizer=optimizer):
             for batch in inputs(3):
                 model(batch).square().mean().backward()
                 step()
                 optimizer.zero_grad()
-        assert seen == ([0, 1, 2] if through else [])
+        told = [
+            str(each.message) for each in recwarn if "SGD steps what Around, given as optimizer=" in str(each.message)
+        ]
+        assert (seen, len(told)) == (([0, 1, 2], 0) if through else ([0], 1))
+
+
+def test_a_step_after_a_backward_pass_that_ran_out_of_memory_is_one():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise MemoryError
+
+    model, seen = network(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = lambda _, step: seen.append(step)  # noqa: E731
+    with attnswap.watch(model, log=log, callbacks=[LocAteR(WEIGHT)], optimizer=optimizer, accumulate=2):
+        whole, failing = inputs(2)
+        model(whole).square().mean().backward()
+        with pytest.raises(MemoryError):
+            model(Fails.apply(failing.requires_grad_())).square().mean().backward()
+        optimizer.step()
+    assert seen == [0]
 
 
 def test_a_step_within_the_backward_pass_is_refused():

@@ -150,7 +150,10 @@ def test_a_module_that_an_editable_installation_maps_to_is_followed(project, mon
                 return spec_from_file_location(name, project / "elsewhere" / "net.py")
             return None
 
-    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    class Old:  # as before Python 3.4; Python passes it over
+        pass
+
+    monkeypatch.setattr(sys, "meta_path", [Old, *sys.meta_path, Finder])
     found = sources_of(["my_namespace.net.Net"])
     assert {*found} == {"my_namespace.net (net.py)", "my_deeper (my_deeper.py)"}
 
