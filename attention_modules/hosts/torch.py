@@ -294,7 +294,8 @@ def _zero_padding(encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     So do nested tensors, which torch's encoder makes under these conditions: in evaluation, without gradients. Where
     its norm is not one of each token, whose hooks see nothing of them, the output stays as it is.
     """
-    given = {**dict(zip(("src", "mask", "src_key_padding_mask"), args, strict=False)), **kwargs}
+    names = ("src", "mask", "src_key_padding_mask")[: len(args)]
+    given = {**dict(zip(names, args[: len(names)], strict=True)), **kwargs}  # torch 2.9 compiles no other zip
     hidden: Tensor | None = given.get("src_key_padding_mask")
     norm, first = encoder.norm, encoder.layers[0]
     alone = type(norm) in (nn.LayerNorm, nn.RMSNorm) and len(norm.normalized_shape) == 1 and not has_hooks(norm)

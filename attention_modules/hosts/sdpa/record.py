@@ -38,8 +38,8 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is TARGET and self.running:
-            named = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
-            named |= kwargs
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")[: len(args)]
+            named = {**dict(zip(names, args, strict=True)), **kwargs}  # torch 2.9 compiles no other zip
             causal = bool(named.get("is_causal")) or _hides_future(named.get("attn_mask"))
             made = named["query"], named["key"], named["value"]
             self.calls.append(Call(*made, causal, named.get("scale"), [*self.running]))

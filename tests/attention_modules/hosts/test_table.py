@@ -200,12 +200,7 @@ def test_mechanism_compiles(host: str, mechanism: str) -> None:
     assert torch.isfinite(out).all()
 
 
-GPT2 = pytest.param(
-    "gpt2", marks=pytest.mark.skipif(torch.__version__ < (2, 7), reason="torch 2.6 cannot compile the whole GPT-2")
-)
-
-
-@pytest.mark.parametrize("host", ["timm-vit", "encoder", GPT2])
+@pytest.mark.parametrize("host", ["timm-vit", "encoder", "gpt2"])
 def test_whole_model_compiles(host: str) -> None:
     case, model = HOSTS[host], built(host)
     swap_attention(model, "softmax")

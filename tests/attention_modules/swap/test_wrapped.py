@@ -29,8 +29,6 @@ from tests.attention_modules.swap.models import (
     state_of,
 )
 
-no_fsdp2 = pytest.mark.skipif(torch.__version__ < (2, 7), reason="FSDP2 of torch 2.6 does not run on a CPU")
-
 
 @pytest.fixture
 def one_process(tmp_path):
@@ -59,7 +57,6 @@ def test_wrapped_models_are_refused(one_process: None) -> None:
         swap_attention(model, "softmax")
 
 
-@no_fsdp2
 def test_a_sharded_model_takes_what_changes_no_parameter(one_process: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
@@ -91,8 +88,8 @@ def shard(module: nn.Module) -> None:
     [
         pytest.param(nn.parallel.DistributedDataParallel, False, id="ddp"),
         pytest.param(lambda model: torch.compile(model, backend="eager"), False, id="compile"),
-        pytest.param(shard, False, id="fsdp2", marks=no_fsdp2),
-        pytest.param(lambda model: shard(model.attn), True, id="fsdp2 of the layer", marks=no_fsdp2),
+        pytest.param(shard, False, id="fsdp2"),
+        pytest.param(lambda model: shard(model.attn), True, id="fsdp2 of the layer"),
         pytest.param(
             lambda model: nn.utils.parametrize.register_parametrization(model.attn, "in_proj_bias", nn.Tanh()),
             False,

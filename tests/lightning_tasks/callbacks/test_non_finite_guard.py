@@ -468,8 +468,6 @@ def test_a_resumed_run_is_bitwise_the_one_without_a_guard(tmp_path):
     assert torch.equal(*ends)
 
 
-# Its thread waits for the interpreter, which waits for the thread.
-@pytest.mark.skipif(torch.__version__ < (2, 7), reason="the end of a gloo group of torch 2.6 can stall")
 def test_flags_of_sharded_gradients_are_joined(tmp_path):
     """One process, whose shard is the whole; the reduction and the local part of a DTensor are the same calls."""
     from torch import distributed

@@ -281,10 +281,11 @@ def test_softmax_for_softmax_in_other_layouts_and_of_other_inputs(case: str) -> 
 
     before = passed()
     torch.compiler.reset()
+    whole = torch.__version__ >= (2, 14)  # type: ignore[operator]  # that of 2.9 cannot look into Tensor.unflatten here
     for mechanism in ("softmax", "sink", "gated"):
         (row,) = swap_attention(layer, mechanism, where="", example=given)
         assert (row.host, row.dim, row.heads) == (f"declared {type(layer).plain_class.__name__}", 16, 4)
-        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(*given), layer(*given))
+        assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=whole)(*given), layer(*given))
         if mechanism == "softmax":
             torch.testing.assert_close(passed(), before, atol=1e-6, rtol=0)
         else:
