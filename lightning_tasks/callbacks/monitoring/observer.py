@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces th
 def _untransformed_calls(hook: ForwardPreHook) -> ForwardPreHook:
     """A hook that passes calls within ``torch.func`` by: what it kept of them would outlive the transform."""
 
+    @torch.compiler.disable  # a loop may have compiled the model, and torch 2.9 fails in what a monitor does
     def passing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         return None if any(untransformed(each) is not each for each in given) else hook(module, args, kwargs)
