@@ -64,6 +64,8 @@ def row_entropy(
 
 def _only_hides(attn_mask: Tensor) -> bool:
     """Whether an additive mask adds nothing; on other devices than the CPU, nobody waits to know."""
+    if attn_mask.requires_grad:  # a learned bias that is zero now
+        return False
     return attn_mask.device.type == "cpu" and not bool(attn_mask.masked_fill(~visible(attn_mask), 0.0).any())
 
 

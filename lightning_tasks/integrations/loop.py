@@ -242,6 +242,10 @@ class Loop:
         self._backward_passes += 1
         if not self._has_gradients(self.optimizers):
             self._since_step = 0
+        for each in (each for each in self.callbacks if isinstance(each, QKClip)):
+            for optimizer in self.optimizers:
+                if not self._has_gradients([optimizer]):
+                    each.forget_earlier(optimizer)
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -310,15 +314,15 @@ class Loop:
                 "a step within the backward pass has gradients without what callbacks add, which comes at its end: "
                 "call step() behind backward()"
             )
-        scaler = self.precision_plugin.scaler
-        # Without a scaler, a clip of weights asks for no number: no step is left out.
-        if (self._adds or scaler is not None) and self._since_step > self.accumulate_grad_batches:
+        if not self._adds:  # a clip of weights asks for neither
+            return
+        if self._since_step > self.accumulate_grad_batches:
             passes, said = self._since_step, self.accumulate_grad_batches
             raise ValueError(
                 f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
                 f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
             )
-        if self._adds and scaler is None and _steps_by_scaler():
+        if self.precision_plugin.scaler is None and _steps_by_scaler():
             raise ValueError(
                 "a GradScaler makes this step, and what callbacks add to gradients must be scaled as the loss: give "
                 "scaler=, the same one"
@@ -344,16 +348,7 @@ class Loop:
         if not self._in_batch:
             return
         self._in_batch, stepped = False, bool(self._stepped)
-        idle = [each for each in self.optimizers if id(each) not in self._stepped]
         self._stepped = set()
-        over = (
-            not stepped
-            and self.precision_plugin.scaler is not None
-            and self._since_step >= self.accumulate_grad_batches
-        )
-        for optimizer in idle:
-            if over or not self._has_gradients([optimizer]):  # its step was left out, as by a scaler
-                self._call("on_before_optimizer_step", optimizer)
         self._call("on_train_batch_end", None, None, self.passes - 1)
         step = self.global_step
         values = self.loggers[0].values | to_numbers({name: each.float() for name, each in self.logged.items()})

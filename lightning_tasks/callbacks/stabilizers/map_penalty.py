@@ -61,7 +61,7 @@ class MapPenalty(LossPenalty, shared=True):
         as_now = _autocast_as_now(query.device)
 
         def penalty(*given: Tensor) -> Tensor:
-            now = {id(part): new for part, new in zip(parts, given, strict=True)}
+            now = _by_part(parts, given)
             parameters = {name: now[id(each)] for name, each in owned.items()}
             with as_now, other_parameters(mechanism, parameters):
                 factors = self._factors(index, mechanism, *_exchanged(args, kwargs, now))
@@ -72,8 +72,7 @@ class MapPenalty(LossPenalty, shared=True):
         attached = self._attach(index, penalty, *parts)
         if attached is None:
             return None
-        now = {id(part): new for part, new in zip(parts, attached, strict=True)}
-        return _exchanged(args, kwargs, now)
+        return _exchanged(args, kwargs, _by_part(parts, attached))
 
     def _factors(
         self, index: int, mechanism: AttentionMechanism, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -93,6 +92,13 @@ class MapPenalty(LossPenalty, shared=True):
                 f"{type(mechanism).__name__} in {self._layers[index].name!r} is none{why}; exclude= it"
             )
         return found.normalized()
+
+
+def _by_part(parts: Sequence[Tensor], given: Sequence[Tensor]) -> dict[int, Tensor]:
+    """Others in place of tensors, with what hosts note at these (such as keys that have no value)."""
+    for part, new in zip(parts, given, strict=True):
+        vars(new).update(vars(part))
+    return {id(part): new for part, new in zip(parts, given, strict=True)}
 
 
 def _exchanged(

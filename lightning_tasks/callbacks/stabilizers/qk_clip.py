@@ -89,6 +89,7 @@ class QKClip(QueryKeyObserver):
         self.alpha = check_number("alpha", alpha, 0.0, 1.0)
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since its last step, in this process
+        self._current: list[Tensor | None] = []  # the same, in this batch
         self._awaited: set[int] = set()  # layers that were looked at since their last step, in any process
         self._stepped: set[int] = set()  # those whose weights were stepped in this batch
         self._left: set[int] = set()  # those whose step began in this batch, and was not taken
@@ -121,6 +122,7 @@ class QKClip(QueryKeyObserver):
         self._check(trainer, pl_module)  # again: the module may have frozen weights since
         self._scaler = None
         self._largest, self._clipped = [None] * len(self._layers), []
+        self._current = [None] * len(self._layers)
         self._awaited, self._stepped, self._left = set(), set(), set()
         self._reached = False
         self._resume(pl_module.device)
@@ -156,6 +158,7 @@ class QKClip(QueryKeyObserver):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._current = [None] * len(self._layers)
         if current_step(trainer) % self.every_n_steps == 0:
             self._open()
             self._awaited = set(range(len(self._layers)))
@@ -174,8 +177,15 @@ class QKClip(QueryKeyObserver):
         # Reads a number: on the CPU, that waits for no device.
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):
             return
-        seen, before = largest_logit(query.detach(), key.detach(), **given).amax(0), self._largest[index]
-        self._largest[index] = seen if before is None else torch.maximum(before, seen)
+        seen = largest_logit(query.detach(), key.detach(), **given).amax(0)
+        for held in (self._largest, self._current):
+            before = held[index]
+            held[index] = seen if before is None else torch.maximum(before, seen)
+
+    def forget_earlier(self, optimizer: Optimizer) -> None:
+        """Forget what was seen before this batch of an optimizer's layers, whose gradients of then were given up."""
+        for index in self._held_by(optimizer):
+            self._largest[index] = self._current[index]
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

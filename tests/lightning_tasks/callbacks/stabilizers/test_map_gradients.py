@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import attnswap
-from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer
+from attention_modules.stabilizers.entropy import row_entropy
+from attention_modules.stabilizers.naive import naive_row_entropy
+from lightning_tasks.callbacks import AttentionDiversification, AttentionMonitor, EntropyRegularizer
 
 timm = pytest.importorskip("timm")
 transformers = pytest.importorskip("transformers")
@@ -79,3 +81,39 @@ def test_a_penalty_adds_its_gradient_to_all_that_the_map_is_made_of(case, name):
     expected = (at[0] - at[1]) / 2e-4
     assert abs(expected) > 1e-6
     assert (added * direction).sum().item() == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_bias_that_is_zero_now_takes_the_gradient():
+    q, k = torch.randn(2, 1, 2, 80, 8, dtype=torch.float64)
+    gradients = []
+    for entropy in (row_entropy, naive_row_entropy):
+        bias = torch.zeros(1, 2, 80, 80, dtype=torch.float64, requires_grad=True)
+        gradients += torch.autograd.grad(entropy(q, k, attn_mask=bias).square().sum(), bias)
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_penalty_leaves_what_a_monitor_behind_it_sees_of_learned_sinks():
+    """Their keys have no value, which the host notes at the tensor of values."""
+    config = transformers.GptOssConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=2,
+        intermediate_size=16,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        vocab_size=20,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model, found = transformers.GptOssForCausalLM(config).train(), []
+    for first in ([], [EntropyRegularizer(0.0, target=0.5)], [AttentionDiversification(0.0)]):
+        rows, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.0)
+        callbacks = [*first, AttentionMonitor(1)]
+        log = lambda values, step, rows=rows: rows.append(values)  # noqa: E731
+        with attnswap.watch(model, log=log, callbacks=callbacks, optimizer=optimizer):
+            model(torch.arange(3, 19).view(2, 8), use_cache=False).logits.square().mean().backward()
+            optimizer.step()
+        found.append({name: value for name, value in rows[0].items() if name.startswith("attention/")})
+    assert found[0] == found[1] == found[2]
