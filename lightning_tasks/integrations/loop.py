@@ -240,12 +240,12 @@ class Loop:
             return
         self._in_backward = True
         self._backward_passes += 1
-        if not self._has_gradients(self.optimizers):
+        gone = [each for each in self.optimizers if not self._has_gradients([each])]
+        if len(gone) == len(self.optimizers) and (gone or not self._has_gradients([])):
             self._since_step = 0
         for each in (each for each in self.callbacks if isinstance(each, QKClip)):
-            for optimizer in self.optimizers:
-                if not self._has_gradients([optimizer]):
-                    each.forget_earlier(optimizer)
+            for optimizer in gone:
+                each.forget_earlier(optimizer)
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]

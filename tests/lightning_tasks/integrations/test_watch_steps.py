@@ -112,23 +112,24 @@ def test_a_penalty_enters_as_if_the_loss_had_it(name):
     assert not torch.equal(found[0], flat(network()))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("place", ["before", "between", "behind"])
-def test_logits_of_a_step_that_the_loop_leaves_out_clip_no_later_one(place):
+def test_logits_of_a_step_that_the_loop_leaves_out_clip_no_later_one(place, in_place):
     """Wherever it zeroes the gradients: before the forward pass, before the backward pass, or behind the step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer):
         for factor in (100, 1, 1):
             if place == "before":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not in_place)
             loss = model(inputs()[0] * factor).square().mean()
             if place == "between":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not in_place)
             loss.backward()
             if factor == 1:
                 optimizer.step()
             if place == "behind":
-                optimizer.zero_grad()
+                optimizer.zero_grad(set_to_none=not in_place)
     assert torch.equal(flat(model), flat(network()))
 
 
