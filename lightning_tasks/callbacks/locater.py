@@ -108,10 +108,10 @@ class LocAteR(Callback):
         return self._generate_state_key(where=self.where, layers=self.layers, exclude=list(self.exclude))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"initial_traces": dict(self._initial_traces)}
+        return {"initial_traces": dict(self._initial_traces)} if self._initial_traces else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._initial_traces = dict(state_dict["initial_traces"])
+        self._initial_traces = {_own_name(name): each for name, each in state_dict["initial_traces"].items()}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -153,7 +153,8 @@ class LocAteR(Callback):
             if not own:
                 raise ValueError(
                     f"LocAteR: the query and key weights of {layer.name!r} are no Parameters, but computed at each "
-                    "call (pruning): make them permanent first, as prune.remove() does, or name the layer in exclude="
+                    "call (pruning or an old weight norm): make them permanent, as prune.remove() does, or name the "
+                    "layer in exclude="
                 )
             if not any(parameter.requires_grad and id(parameter) in held for parameter in own):
                 text = (
@@ -165,7 +166,7 @@ class LocAteR(Callback):
                 rank_zero_warn(text)
 
     def _check_heads(self, layer: AttentionLayer) -> None:
-        saved = self._initial_traces.get(layer.name)
+        saved = self._initial_traces.get(_own_name(layer.name))
         if saved is not None and saved.numel() != layer.spec.num_heads:
             raise ValueError(
                 f"LocAteR: the checkpoint holds tr W of {saved.numel()} heads for {layer.name!r}, which has "
@@ -176,7 +177,8 @@ class LocAteR(Callback):
         """Keep tr W of each head at the start, ``[H]``, on the layer's device."""
         with torch.no_grad():
             now = trace(*_full_precision(layer.qk_weights()))
-        self._initial_traces[layer.name] = self._initial_traces.get(layer.name, now).to(now)
+        name = _own_name(layer.name)
+        self._initial_traces[name] = self._initial_traces.get(name, now).to(now)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._backward_passes += 1
@@ -238,9 +240,14 @@ class LocAteR(Callback):
         w_q, w_k = _full_precision(layer.qk_weights())
         penalty = _SCALES[self.scale](w_q, w_k)  # [H]
         if self.gamma:
-            target = self._initial_traces[layer.name] if self.mean_target == "initial" else self.mean_target
+            target = self._initial_traces[_own_name(layer.name)] if self.mean_target == "initial" else self.mean_target
             penalty = penalty + self.gamma * (trace(w_q, w_k) - target).square()
         return penalty.sum()
+
+
+def _own_name(name: str) -> str:
+    """A layer's name without what DistributedDataParallel and torch.compile put around a model."""
+    return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def _add_gradient(penalty: Tensor, parameters: list[nn.Parameter]) -> None:

@@ -240,8 +240,8 @@ class Loop:
             return
         self._in_backward = True
         self._backward_passes += 1
-        gone = [each for each in self.optimizers if not self._has_gradients([each])]
-        if len(gone) == len(self.optimizers) and (gone or not self._has_gradients([])):
+        gone = [each for each in self.optimizers if self._acts and not self._has_gradients([each])]
+        if gone and len(gone) == len(self.optimizers):
             self._since_step = 0
         for each in (each for each in self.callbacks if isinstance(each, QKClip)):
             for optimizer in gone:
@@ -262,10 +262,9 @@ class Loop:
 
     def _has_gradients(self, optimizers: Sequence[Optimizer]) -> bool:
         """Whether some are left of earlier backward passes; else their step was taken, or given up."""
-        held = held_parameters(optimizers).values() if optimizers else self.model.parameters()
-        left = [each.grad for each in held if each.grad is not None]
+        left = [each.grad for each in held_parameters(optimizers).values() if each.grad is not None]
         # To look for zeros waits for the device; where more passes would follow than a step has, it matters.
-        return any(self._since_step < self.accumulate_grad_batches or bool((each != 0).any()) for each in left)
+        return any(self._since_step < self.accumulate_grad_batches or _has_numbers(each) for each in left)
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
@@ -278,7 +277,7 @@ class Loop:
         if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
             self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
-        if self._acts:
+        if self._adds:
             self._refuse_hidden()
         self._call("on_before_optimizer_step", optimizer)
 
@@ -300,7 +299,7 @@ class Loop:
         names = ", ".join(type(each).__name__ for each in self.callbacks if isinstance(each, _ACT))
         own = {id(each) for each in self.model.parameters()}
         held = (each.grad for group in optimizer.param_groups for each in group["params"] if id(each) in own)
-        if names and any(gradient is not None and bool((gradient != 0).any()) for gradient in held):
+        if names and any(gradient is not None and _has_numbers(gradient) for gradient in held):
             raise ValueError(
                 f"{names} saw nothing of this step: no backward() came from an output of the model. Call the model "
                 "itself (not its parts, nor through torch.func), in training mode, have it return tensors, and "
@@ -314,8 +313,6 @@ class Loop:
                 "a step within the backward pass has gradients without what callbacks add, which comes at its end: "
                 "call step() behind backward()"
             )
-        if not self._adds:  # a clip of weights asks for neither
-            return
         if self._since_step > self.accumulate_grad_batches:
             passes, said = self._since_step, self.accumulate_grad_batches
             raise ValueError(
@@ -378,6 +375,11 @@ def _unwrapped(optimizers: Sequence[Optimizer], scaler: Any) -> tuple[list[Optim
             scaler, each = getattr(each, "scaler", None) if scaler is None else scaler, inner
         found.append(each)
     return found, scaler
+
+
+def _has_numbers(gradient: Tensor) -> bool:
+    """Whether a gradient is anywhere not 0, which waits for its device."""
+    return bool(((gradient.coalesce().values() if gradient.is_sparse else gradient) != 0).any())
 
 
 def _steps_by_scaler() -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from attention_modules.extras import needed_for
 from attention_modules.hosts.huggingface.saving import write_card
@@ -73,9 +74,11 @@ class Watch(TrainerCallback):
         scaler = getattr(self._trainer.accelerator, "scaler", None)
         accumulate = args.gradient_accumulation_steps
         loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler)
-        if self._from:
-            loop.load_state_dict(_read(Path(self._from) / _STATES))
+        states = _read(Path(self._from) / _STATES) if self._from else {}
+        loop.load_state_dict(states)
         self._loop = loop.__enter__()
+        if self._from and not states and loop.state_dict():
+            rank_zero_warn(f"{self._from} has no {_STATES}: callbacks begin anew, as with the means that LocAteR holds")
         self._loop.fit_loop.epoch_loop._batches_that_stepped = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -88,7 +91,8 @@ class Watch(TrainerCallback):
         if self._loop is not None and args.should_save and (states := self._loop.state_dict()):
             folder = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))  # of a search's trial, too
             file = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
-            torch.save(_read(file) | states, file)  # another Watch may have written it
+            if file.parent.is_dir():
+                torch.save(_read(file) | states, file)  # another Watch may have written it
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End."""

@@ -289,10 +289,25 @@ def test_a_state_holds_where_a_mean_began():
     with torch.no_grad():
         for each in model.parameters():
             each.mul_(2)
-    again = attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT, gamma=1.0)], optimizer=optimizer)
+    compiled = torch.compile(model)  # whose layers have other names
+    again = attnswap.watch(compiled, log=dict, callbacks=[LocAteR(WEIGHT, gamma=1.0)], optimizer=optimizer)
     again.load_state_dict(state)
     with again:
         (before,), (after,) = (
             next(iter(each.values()))["initial_traces"].values() for each in (state, again.state_dict())
         )
     assert torch.equal(before, after)
+
+
+def test_sparse_gradients_are_no_hindrance():
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Embedding(5, 16, sparse=True), network()[1]), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = lambda _, step: seen.append(step)  # noqa: E731
+    with attnswap.watch(model, log=log, callbacks=[LocAteR(WEIGHT)], optimizer=optimizer):
+        for place in range(3):
+            model(torch.arange(4).view(1, 4)).square().mean().backward()
+            if place:  # the first step is left out
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert len(seen) == 3
