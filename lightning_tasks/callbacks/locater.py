@@ -111,7 +111,7 @@ class LocAteR(Callback):
         return {"initial_traces": dict(self._initial_traces)} if self._initial_traces else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._initial_traces = {_own_name(name): each for name, each in state_dict["initial_traces"].items()}
+        self._initial_traces = dict(state_dict["initial_traces"])
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -131,8 +131,7 @@ class LocAteR(Callback):
         self._reached = False
         warn_of_caveats("LocAteR", self._layers)
         if self._holds_initial:
-            for layer in self._layers:
-                self._initial_trace(layer)
+            self._initial_traces = {layer.name: self._initial_trace(layer) for layer in self._layers}
 
     def _choose(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
@@ -166,19 +165,24 @@ class LocAteR(Callback):
                 rank_zero_warn(text)
 
     def _check_heads(self, layer: AttentionLayer) -> None:
-        saved = self._initial_traces.get(_own_name(layer.name))
+        saved = self._saved_trace(layer)
         if saved is not None and saved.numel() != layer.spec.num_heads:
             raise ValueError(
                 f"LocAteR: the checkpoint holds tr W of {saved.numel()} heads for {layer.name!r}, which has "
                 f"{layer.spec.num_heads}; resume with the model that was saved"
             )
 
-    def _initial_trace(self, layer: AttentionLayer) -> None:
-        """Keep tr W of each head at the start, ``[H]``, on the layer's device."""
+    def _saved_trace(self, layer: AttentionLayer) -> Tensor | None:
+        """What a checkpoint holds of a layer, which may have been within a wrapper there, or is here."""
+        named = {_own_name(name): each for name, each in self._initial_traces.items()} | self._initial_traces
+        return named.get(layer.name, named.get(_own_name(layer.name)))
+
+    def _initial_trace(self, layer: AttentionLayer) -> Tensor:
+        """Tr W of each head at the start, ``[H]``, on the layer's device."""
         with torch.no_grad():
             now = trace(*_full_precision(layer.qk_weights()))
-        name = _own_name(layer.name)
-        self._initial_traces[name] = self._initial_traces.get(name, now).to(now)
+        saved = self._saved_trace(layer)
+        return now if saved is None else saved.to(now)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._backward_passes += 1
@@ -240,7 +244,7 @@ class LocAteR(Callback):
         w_q, w_k = _full_precision(layer.qk_weights())
         penalty = _SCALES[self.scale](w_q, w_k)  # [H]
         if self.gamma:
-            target = self._initial_traces[_own_name(layer.name)] if self.mean_target == "initial" else self.mean_target
+            target = self._initial_traces[layer.name] if self.mean_target == "initial" else self.mean_target
             penalty = penalty + self.gamma * (trace(w_q, w_k) - target).square()
         return penalty.sum()
 

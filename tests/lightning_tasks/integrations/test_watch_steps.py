@@ -311,3 +311,12 @@ def test_sparse_gradients_are_no_hindrance():
                 optimizer.step()
             optimizer.zero_grad(set_to_none=False)
     assert len(seen) == 3
+
+
+def test_two_layers_whose_names_differ_by_a_wrapper_begin_each_at_its_own_mean():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"0": network()[1], "module": nn.ModuleDict({"0": nn.TransformerEncoderLayer(16, 2, 32)})})
+    optimizer, penalty = torch.optim.SGD(model.parameters(), lr=0.1), LocAteR(WEIGHT, gamma=1.0)
+    with attnswap.watch(model, log=dict, callbacks=[penalty], optimizer=optimizer) as loop:
+        first, second = next(iter(loop.state_dict().values()))["initial_traces"].values()
+    assert not torch.equal(first, second)
