@@ -84,12 +84,9 @@ def test_sigterm_before_there_is_a_trainer_is_one_line_and_leaves_no_folder(demo
 
 
 def sleeper():
-    """A process that has begun to sleep."""
-    context = multiprocessing.get_context("fork")
-    begun = context.Event()
-    process = context.Process(target=lambda: begun.set() or time.sleep(60))
+    """A process of its own, not forked: a fork of one with threads can stand still before it takes a signal."""
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
-    begun.wait(10)
     return process
 
 
