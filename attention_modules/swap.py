@@ -554,7 +554,7 @@ class _AllOrNothing:
 
     def __enter__(self) -> None:
         self.before = [
-            (module, type(module), {key: _shallow(value) for key, value in module.__dict__.items()})
+            (module, type(module), {key: (value, _content(value)) for key, value in module.__dict__.items()})
             for module in self.model.modules()
         ]
 
@@ -563,8 +563,12 @@ class _AllOrNothing:
             for module, cls, state in self.before:
                 module.__class__ = cls
                 module.__dict__.clear()
-                module.__dict__.update(state)
+                for key, (value, content) in state.items():
+                    module.__dict__[key] = value
+                    if content is not None:  # the same dict, to which handles of the user's hooks refer
+                        value.clear()
+                        value.update(content)
 
 
-def _shallow(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, set)) else value
+def _content(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, (dict, set)) else None

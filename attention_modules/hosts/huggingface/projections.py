@@ -160,6 +160,7 @@ class KeyValueLinear(WithoutQuery):
     weight: Tensor
     bias: Tensor | None
     query_blocks: int
+    reset_parameters: Any = nn.Linear.reset_parameters
 
     def forward(self, x: Tensor) -> Tensor:
         return _keys_for_queries(F.linear(x, self.weight, self.bias), self.query_blocks)

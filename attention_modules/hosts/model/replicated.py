@@ -1,4 +1,4 @@
-"""Models that DistributedDataParallel holds: it joins gradients of those Parameters that were there when it began."""
+"""Models that DistributedDataParallel or FSDP1 holds: of Parameters that came after it, gradients are not joined."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def replicated_refusal(model: nn.Module) -> str | None:
-    """Why the Parameters of a model's layers cannot change, if DistributedDataParallel holds it from outside."""
+    """Why the Parameters of a model's layers cannot change, if one of these holds it from outside."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return None
+    from torch.distributed.fsdp import FullyShardedDataParallel  # not in every build of torch
+
     own = {id(module) for module in model.modules()}
     for each in gc.get_objects():
-        if issubclass(type(each), DistributedDataParallel) and own & {id(module) for module in each.module.modules()}:
+        holds = issubclass(type(each), (DistributedDataParallel, FullyShardedDataParallel))
+        if holds and own & {id(module) for module in each.module.modules()}:
             return (
-                "DistributedDataParallel holds it, knows nothing of new Parameters, and would let them drift apart: "
+                f"{type(each).__name__} holds it, knows nothing of new Parameters, and would let them drift apart: "
                 "swap before wrapping the model in it"
             )
     return None

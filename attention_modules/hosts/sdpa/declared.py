@@ -127,6 +127,7 @@ class JointWithoutQuery(WithoutQuery):
     weight: Tensor
     bias: Tensor | None
     dropped: tuple[int, int]  # features of the query, and the blocks that they lie in
+    reset_parameters: Any = nn.Linear.reset_parameters
 
     def forward(self, input: Tensor) -> Tensor:
         rest = nn.functional.linear(input, self.weight, self.bias)

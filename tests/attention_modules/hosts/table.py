@@ -315,7 +315,9 @@ What else to know:
   another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches.
   VJEPA2's predictor is refused, its encoder is not. Without a table of positions (DINOv3, DETR's encoder, NaFlexViT)
   nothing is noticed: give images of one shape.
-- DistributedDataParallel: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
+- DistributedDataParallel and FSDP: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
+- A joint projection without its query rows is no `nn.Linear`: tools that choose layers by that class pass it by. Layers
+  of transformers keep the configuration that they had: change `model.config` before the swap.
 - A state dict of plain attention leaves the Parameters of mechanisms as they are; after `to_empty` they start anew. If
   they have changed since the swap, a warning says so.
 - `save_pretrained` of other libraries (diffusers, segmentation-models-pytorch, huggingface_hub's mixin) writes weights

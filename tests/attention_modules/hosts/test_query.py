@@ -7,12 +7,14 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from transformers import GPTNeoXConfig, GPTNeoXModel
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
@@ -79,6 +81,26 @@ def test_copies_are_whole_and_independent(host: str, clone: Callable) -> None:
     assert torch.equal(output(host, twin), expected)
     restore_attention(twin)
     assert torch.equal(output(host, twin), output(host, model))
+
+
+def neox() -> nn.Module:
+    """Whose joint projection is an nn.Linear."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return GPTNeoXModel(GPTNeoXConfig(vocab_size=20, **sizes))
+
+
+@pytest.mark.parametrize("build", [neox, *(partial(built, host) for host in (*HOLDERS, "declared"))])
+def test_what_could_be_reset_can_be(build: Callable[[], nn.Module]) -> None:
+    plain, model = build(), build()
+    swap_attention(model, "symmetric")
+    for name, part in plain.named_modules():
+        other = model.get_submodule(name)
+        if hasattr(part, "reset_parameters") and [*other.parameters(recurse=False)]:
+            before = [each.clone() for each in other.parameters(recurse=False)]
+            other.reset_parameters()
+            now = [*other.parameters(recurse=False)]
+            assert all(each.isfinite().all() for each in now)
+            assert isinstance(part, nn.LayerNorm) or not all(map(torch.equal, before, now)), name
 
 
 @pytest.mark.parametrize("host", HOLDERS)

@@ -84,6 +84,22 @@ def test_another_projection_in_place_of_the_shrunk_one_is_told() -> None:
         restore_attention(model)
 
 
+def test_after_a_swap_that_fails_handles_of_hooks_remove_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    seen: list[object] = []
+    handle = model.layers[0].register_forward_hook(lambda *args: seen.append(args))
+
+    def fails(self: object, model: nn.Module) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("attention_modules.hosts.torch.MultiheadAttentionHost.settle", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        swap_attention(model, "rpc")
+    handle.remove()
+    model(torch.randn(1, 5, 16))
+    assert not seen
+
+
 def test_an_error_of_a_warning_leaves_the_model_as_it_was() -> None:
     model, *_ = vit()
     model.blocks[0].attn.fused_attn = False

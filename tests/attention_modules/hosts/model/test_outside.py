@@ -7,6 +7,7 @@ import timm
 import torch
 import transformers
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
 
@@ -25,11 +26,16 @@ def encoder():
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
+def in_fsdp(model):
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
 @pytest.mark.parametrize("mechanism", ["gated", "symmetric"])
 @pytest.mark.parametrize("part", ["", "layers.1"])
-def test_what_ddp_holds_keeps_its_parameters(one_process, mechanism, part):
-    held = DistributedDataParallel(encoder())
-    with pytest.raises(AttentionSwapError, match=r"DistributedDataParallel holds it, .*: swap before wrapping"):
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, in_fsdp])
+def test_what_ddp_or_fsdp_holds_keeps_its_parameters(one_process, mechanism, part, wrap):
+    held = wrap(encoder())
+    with pytest.raises(AttentionSwapError, match=rf"{type(held).__name__} holds it, .*: swap before wrapping"):
         swap_attention(held.module.get_submodule(part), mechanism)
     swap_attention(held.module, "softmax")
     other = encoder()
