@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -207,7 +207,7 @@ class SwapAttention(Callback):
         wanted = {"mechanism": self.mechanism, "options": self.options, "selection": self.state_key}
         present = {_uncompiled(name) for layer in survey(pl_module).layers for name in layer.names}
         for plan in done:
-            if {key: plan[key] for key in wanted} == wanted and self._holds(pl_module, plan["layers"]):
+            if {key: plan[key] for key in wanted} == wanted and self._holds(pl_module, plan):
                 if plan is self._plan and present > self._counted:
                     self._check_count(present - self._counted)
                     done.remove(plan)
@@ -227,10 +227,13 @@ class SwapAttention(Callback):
         note_plan(pl_module, self._plan)
         rank_zero_info(str(self.report))
 
-    def _holds(self, pl_module: pl.LightningModule, names: Sequence[str]) -> bool:
+    def _holds(self, pl_module: pl.LightningModule, plan: Mapping[str, Any]) -> bool:
+        """Whether what a plan put in place is there: another may have followed."""
         modules = {_uncompiled(name): module for name, module in pl_module.named_modules()}
-        held = (acting_mechanism(getattr(modules.get(name), "mechanism", None)) for name in names)
-        return all(each is not None and plain_type(each) is self._class for each in held)
+        held = (acting_mechanism(getattr(modules.get(name), "mechanism", None)) for name in plan["layers"])
+        return all(
+            each is not None and plain_type(each) is self._class and each.built_with == plan["options"] for each in held
+        )
 
     def _check_count(self, added: set[str]) -> None:
         """Positions mean the same before and after the module's ``setup``.

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, Stocha
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn.utils import parametrize
 
+from attention_modules import swap_attention
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from lightning_tasks.callbacks import (
@@ -125,6 +126,17 @@ class Holding(pl.Callback):
 
     def setup(self, trainer, pl_module, stage):
         SwapAttention("rpc").setup(trainer, pl_module, stage)
+
+
+def test_what_acts_is_what_was_asked_last():
+    """Also where a module had the same swap before another one."""
+    module = TinyLM()
+    for asked in (2, 8, 2):
+        fit(module, [SwapAttention("rpc", iterations=asked)])
+        assert {each.iterations for each in mechanisms(module)} == {asked}
+    swap_attention(module, "rpc", iterations=8)
+    fit(module, [SwapAttention("rpc", iterations=2)])
+    assert {each.iterations for each in mechanisms(module)} == {2}
 
 
 def test_a_swap_that_another_callback_holds_is_made_beside_others():
