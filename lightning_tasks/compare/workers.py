@@ -108,7 +108,7 @@ def _run_in_pool(
     before = {cell: _last_start(cell) for cell in cells}
     lost: dict[Cell, BaseException] = {}
     here = this_environment()
-    initial = _shared(len(devices)), queue, (here.commit, here.modified)
+    initial = _shared(len(devices)), queue, here.state
     with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
         try:
             futures = {pool.submit(run_if_free, cell, cell.sources): cell for cell in cells}

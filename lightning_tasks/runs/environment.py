@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 from lightning_tasks.json_values import of_kind, text_of, texts_of
 
 LIBRARIES = ("torch", "torchvision", "lightning", "timm", "transformers", "torchmetrics", "numpy", "scipy")
+_PACKAGES = ("attention_modules", "attnswap", "datamodules", "lightning_tasks")
 _CPU_FILE = Path("/proc/cpuinfo")
 
 
@@ -25,6 +27,7 @@ class Environment:
     Args:
         commit: that of the checkout that the code is in; "" where it is installed.
         modified: whether files that git tracks there were changed.
+        changes: of what in its packages is in no commit, a digest; "" where nothing is.
         hardware: the processor and its number of cores, and the CUDA devices that the process sees.
         versions: of Python and of libraries, by name.
     """
@@ -33,16 +36,25 @@ class Environment:
     modified: bool = False
     hardware: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    changes: str = ""
 
     @property
     def code(self) -> str:
         """The code in a few words."""
         version = self.versions.get("attnswap", "unknown")
-        return (self.commit[:10] or f"version {version}") + (" with changes" if self.modified else "")
+        changed = self.modified or self.changes
+        return (self.commit[:10] or f"version {version}") + (
+            f" with changes {self.changes}".rstrip() if changed else ""
+        )
+
+    @property
+    def state(self) -> Code:
+        """What :func:`take_code` takes."""
+        return self.commit, self.modified, self.changes
 
 
-Code = tuple[str, bool]
-"""A commit, and whether tracked files were changed."""
+Code = tuple[str, bool, str]
+"""A commit, whether tracked files were changed, and a digest of what in the packages is in no commit."""
 _taken: list[Code] = []  # by `take_code`
 
 
@@ -58,26 +70,40 @@ def this_environment() -> Environment:
     import attention_modules  # here, as who reads records of environments needs no torch
     from lightning_tasks.runs.measurements import library_versions
 
-    commit, modified = _taken[0] if _taken else commit_of(Path(attention_modules.__file__))
+    commit, modified, changes = _taken[0] if _taken else commit_of(Path(attention_modules.__file__))
     versions = {"attnswap": attention_modules.__version__, "python": platform.python_version()}
     found = {name: version for name, version in library_versions(LIBRARIES).items() if version}
-    return Environment(commit, modified, _hardware(), {**versions, **found})
+    return Environment(commit, modified, _hardware(), {**versions, **found}, changes)
 
 
 def commit_of(file: Path) -> Code:
-    """The commit of the checkout that tracks a file, "" of none, and whether tracked files there were changed."""
+    """The commit of the checkout that tracks a file of a package, "" of none, and what is not in it."""
     try:
         _git(file.parent, "ls-files", "--error-unmatch", file.name)
         commit = _git(file.parent, "rev-parse", "HEAD")
-        return commit, bool(_git(file.parent, "status", "--porcelain", "--untracked-files=no"))
+        modified = bool(_git(file.parent, "status", "--porcelain", "--untracked-files=no"))
+        return commit, modified, _changes(file.parents[1])
     except (OSError, subprocess.SubprocessError):  # no git, no checkout, or one of something else
-        return "", False
+        return "", False, ""
+
+
+def _changes(root: Path) -> str:
+    """A digest of changed and of new files in the packages; "" of none."""
+    changed = _git(root, "diff", "HEAD", "--", *_PACKAGES)
+    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_PACKAGES).split("\0")
+    contents = [
+        changed.encode(),
+        *(part for name in filter(None, new) for part in (name.encode(), (root / name).read_bytes())),
+    ]
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:8] if any(contents) else ""
 
 
 def _git(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # several processes ask at a time, and change nothing
     command = ["git", "-C", str(folder), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30, env=environment)
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, errors="replace", timeout=30, env=environment
+    )
     return done.stdout.strip()
 
 
@@ -103,7 +129,8 @@ def parse_environment(given: Any) -> Environment:
         of_kind(given, dict)[key] for key in ("commit", "modified", "hardware", "versions")
     )
     of_library = texts_of(versions)
-    return Environment(text_of(commit), of_kind(modified, bool), text_of(hardware), of_library)
+    changes = text_of(given.get("changes", ""))  # earlier records do not say
+    return Environment(text_of(commit), of_kind(modified, bool), text_of(hardware), of_library, changes)
 
 
 def mixed_environments(environments: Sequence[Environment]) -> list[str]:

@@ -81,7 +81,7 @@ def run_by_command(cell: Cell, planned: Sources) -> None:
         RuntimeError: it failed.
     """
     here = this_environment()
-    asked = {"cell": asdict(cell), "planned": planned, "code": [here.commit, here.modified], "parent": os.getpid()}
+    asked = {"cell": asdict(cell), "planned": planned, "code": [*here.state], "parent": os.getpid()}
     environment = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cell.json"

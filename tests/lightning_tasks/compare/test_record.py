@@ -253,7 +253,13 @@ def test_a_record_is_a_bounded_file_of_its_folder(tmp_path, kind):
 # -- where cells ran ---------------------------------------------------------------------------------------------------
 
 
-RAN_IN = {"commit": "a" * 40, "modified": False, "hardware": "a processor, 2 cores", "versions": {"torch": "2.0"}}
+RAN_IN = {
+    "commit": "a" * 40,
+    "modified": False,
+    "hardware": "a processor, 2 cores",
+    "versions": {"torch": "2.0"},
+    "changes": "",
+}
 
 
 def test_cells_name_the_code_and_the_machine_that_they_ran_with(planned, tmp_path, capsys):
@@ -310,17 +316,26 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
             ["git", "-C", tmp_path, *who, *arguments], check=True, capture_output=True, text=True
         ).stdout
 
-    code, other = tmp_path / "code.py", tmp_path / "other.py"
+    package = tmp_path / "attention_modules"
+    package.mkdir()
+    code, other, new = package / "code.py", tmp_path / "other.py", package / "new.py"
     code.write_text("1")
-    assert commit_of(code) == ("", False)  # no checkout
+    assert commit_of(code) == ("", False, "")  # no checkout
     git("init", "--quiet")
-    assert commit_of(code) == ("", False)  # not tracked: installed into an environment inside another project
-    git("add", "code.py")
+    assert commit_of(code) == ("", False, "")  # not tracked: installed into an environment inside another project
+    git("add", "attention_modules/code.py")
     git("commit", "--quiet", "-m", "m")
     other.write_text("2")
-    assert commit_of(code) == (git("rev-parse", "HEAD").strip(), False)
-    code.write_text("3")
-    assert commit_of(code)[1]
+    commit = git("rev-parse", "HEAD").strip()
+    assert commit_of(code) == (commit, False, "")
+    states = []
+    for file, text in ((code, "3"), (code, "4"), (new, "5"), (new, "6")):  # each a state of its own
+        file.write_text(text)
+        states.append(commit_of(code))
+    assert [each[:2] for each in states] == [(commit, True)] * 4
+    assert len({each[2] for each in states}) == 4
+    other.write_text("7")
+    assert commit_of(code) == states[-1]
 
 
 def test_endpoints_that_were_changed_after_the_fact_are_named(planned, tmp_path, capsys):

@@ -81,8 +81,8 @@ def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
     devices = context.SimpleQueue()
     for device in worker_devices(2, 3, os.environ[VISIBLE]):
         devices.put(device)
-    initial = {**os.environ}, devices, ("0123", True)
-    code = "0123 with changes"  # of the parent, whatever the checkout has by now
+    initial = {**os.environ}, devices, ("0123", True, "4567")
+    code = "0123 with changes 4567"  # of the parent, whatever the checkout has by now
     with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=initial) as pool:
         seen = set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2))
     assert seen == {("4", True, None, code), ("7", True, None, code)}
