@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from attention_modules.analysis import frobenius_squared, trace, trace_squared
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_flag, check_number
+from attention_modules.sharing import WRAPPERS
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
@@ -194,14 +195,20 @@ class LocAteR(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         # Such optimizers (fused ones) divide by the scale inside step(); all others were unscaled before this hook.
         scaled = getattr(optimizer, "_step_supports_amp_scaling", False)
-        self.enter(trainer, pl_module, optimizer, scaler if scaled else None)
+        share = self._share_of_step(trainer, pl_module, optimizer)
+        self.enter(trainer, pl_module, [optimizer], share, scaler if scaled else None)
 
     def enter(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, scaler: Any, log: bool = True
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        optimizers: Sequence[Optimizer],
+        share: float,
+        scaler: Any,
+        log: bool = True,
     ) -> None:
-        """Add the penalty of the backward passes since the last time to an optimizer's gradients, scaled as these."""
-        share = self._share_of_step(trainer, pl_module, optimizer)
-        parameters = [] if self.observe_only else self._parameters(optimizer)
+        """Add a share of the penalty to the gradients of what optimizers hold, once, scaled as these."""
+        parameters = [] if self.observe_only else self._parameters(optimizers)
         if share == 0 or not (parameters or self.observe_only):
             return
         with torch.set_grad_enabled(bool(parameters)), torch.autocast(pl_module.device.type, enabled=False):
@@ -231,8 +238,8 @@ class LocAteR(Callback):
         self._joined[id(optimizer)] = self._backward_passes
         return passes / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
 
-    def _parameters(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        held = held_parameters([optimizer])
+    def _parameters(self, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+        held = held_parameters(optimizers)
         chosen = {id(p): p for layer in self._layers for p in layer.qk_parameters() if p.requires_grad}
         return [parameter for key, parameter in chosen.items() if key in held]
 
@@ -250,8 +257,11 @@ class LocAteR(Callback):
 
 
 def _own_name(name: str) -> str:
-    """A layer's name without what DistributedDataParallel and torch.compile put around a model."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
+    """A layer's name without what torch.compile, checkpoints, Fabric and DistributedDataParallel put around modules."""
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    while parts and parts[0] in ("_forward_module", "module"):
+        del parts[0]
+    return ".".join(parts)
 
 
 def _add_gradient(penalty: Tensor, parameters: list[nn.Parameter]) -> None:

@@ -39,6 +39,8 @@ Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
 _PENALTIES = (LocAteR, EntropyRegularizer, AttentionDiversification, DAMPenalty)
 _ACT = (*_PENALTIES, QKClip)
+_STEP = "step"
+_OF_DEEPSPEED = ("deepspeed.runtime.", "accelerate.utils.deepspeed")
 
 
 class _Here:
@@ -59,7 +61,13 @@ class DeepSpeedStrategy(_Here):
     """As :class:`FSDPStrategy`."""
 
 
-_REFUSED = {"FullyShardedDataParallel": FSDPStrategy, "DeepSpeedEngine": DeepSpeedStrategy}
+def _strategy_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> _Here:
+    """By what the model is in, or its optimizers: of DeepSpeed's, transformers' Trainer gives the model inside."""
+    kinds = set().union(*map(kinds_of, model.modules()))
+    if "FullyShardedDataParallel" in kinds:
+        return FSDPStrategy()
+    inside = any(type(each).__module__.startswith(_OF_DEEPSPEED) for each in optimizers)
+    return DeepSpeedStrategy() if inside or "DeepSpeedEngine" in kinds else _Here()
 
 
 class _Pending:
@@ -129,14 +137,13 @@ class Loop:
         accumulate: int = 1,
         scaler: Any = None,
     ) -> None:
+        self.strategy = _strategy_of(model, optimizers)
         optimizers, scaler = _unwrapped(optimizers, scaler)
         _check(callbacks, optimizers)
         self.model, self.callbacks, self.optimizers = model, [*callbacks], optimizers
         self.accumulate_grad_batches = check_integer("accumulate", accumulate, 1)
         self._adds = any(isinstance(each, _PENALTIES) for each in callbacks)
         self._acts = any(isinstance(each, _ACT) for each in callbacks)
-        kinds = set().union(*map(kinds_of, model.modules()))
-        self.strategy = next((_REFUSED[name]() for name in kinds & set(_REFUSED)), _Here())
         self.state = SimpleNamespace(fn="fit", status="running")
         self.precision_plugin = SimpleNamespace(scaler=scaler)
         self.loggers = [_Pending()]
@@ -152,7 +159,9 @@ class Loop:
         self._hooks = ExitStack()
         self._resumed: dict[str, Any] = {}
         self._in_batch = self._went_back = self._in_backward = self._in_step = False
-        self._since_step = self._backward_passes = 0  # backward passes since the last step, and all
+        self._backward_passes = 0
+        self._since_step = defaultdict[int, int](int)  # of those, how many reached an optimizer since its last step
+        self._gradients: dict[int, list[tuple[Tensor | None, int]]] = {}  # of optimizers, as this backward pass began
         self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._steps = 0  # of them, in all
@@ -165,7 +174,11 @@ class Loop:
         return int(self.fit_loop.epoch_loop._batches_that_stepped)
 
     def state_dict(self) -> dict[str, Any]:
-        """What callbacks keep for a run that goes on, as where LocAteR began; save it with the model."""
+        """The step, and what callbacks keep for a run that goes on, as where LocAteR began; save it with the model."""
+        return {_STEP: self.global_step} | self.callback_states()
+
+    def callback_states(self) -> dict[str, Any]:
+        """What callbacks keep, where there is anything."""
         return {each.state_key: state for each in self.callbacks if (state := each.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -176,9 +189,11 @@ class Loop:
         """Begin, as a fit does."""
         try:
             self._call("setup", "fit")
+            resumed, self._resumed = self._resumed, {}
+            self.fit_loop.epoch_loop._batches_that_stepped = resumed.get(_STEP, self.global_step)
             for each in self.callbacks:
-                if each.state_key in self._resumed:
-                    each.load_state_dict(self._resumed[each.state_key])
+                if each.state_key in resumed:
+                    each.load_state_dict(resumed[each.state_key])
             self._view.configure_model()
             self._call("on_fit_start")
             self._call("on_train_start")
@@ -200,7 +215,8 @@ class Loop:
         """End, as a fit does, or as one that an error ends."""
         self._hooks.close()
         if error is not None:
-            self._in_batch, self._stepped, self._since_step = False, set(), 0
+            self._in_batch, self._stepped = False, set()
+            self._since_step.clear()
             self._call("on_exception", error)
             return
         self._end_batch()
@@ -229,7 +245,7 @@ class Loop:
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._in_batch and not self._in_backward and torch.is_grad_enabled():
             # Here, as functional_call puts others in the place of Parameters while the model runs.
-            trained = [each for each in model.parameters() if each.requires_grad] if self._adds else []
+            trained = [each for each in model.parameters() if each.requires_grad] if self._acts else []
             nodes = [get_gradient_edge(each).node for each in trained]
             for each in _tensors(output):
                 if each.grad_fn is not None:  # hooks of what outlives the pass, as a Parameter, would pile up
@@ -240,12 +256,12 @@ class Loop:
             return
         self._in_backward = True
         self._backward_passes += 1
-        gone = [each for each in self.optimizers if self._acts and not self._has_gradients([each])]
-        if gone and len(gone) == len(self.optimizers):
-            self._since_step = 0
-        for each in (each for each in self.callbacks if isinstance(each, QKClip)):
-            for optimizer in gone:
+        gone = [each for each in self.optimizers if self._acts and not self._has_gradients(each)]
+        for optimizer in gone:
+            self._since_step[id(optimizer)] = 0
+            for each in (each for each in self.callbacks if isinstance(each, QKClip)):
                 each.forget_earlier(optimizer)
+        self._gradients = {id(each): _gradients(each) for each in self.optimizers} if self._acts else {}
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -253,18 +269,26 @@ class Loop:
 
     def _end_backward(self) -> None:
         self._in_backward, self._went_back = False, True
-        self._since_step += 1
         self._call("on_after_backward")
+        if not self._acts:
+            return
+        # Where no gradient changes, as in FSDP2's passes that are not synchronized, they are kept elsewhere.
+        reached = [each for each in self.optimizers if _have_changed(self._gradients[id(each)], _gradients(each))]
+        reached, self._gradients = reached or self.optimizers, {}
+        for optimizer in reached:
+            self._since_step[id(optimizer)] += 1
         # A share in each backward pass: whatever scales, clips or drops gradients treats it as the loss's own.
+        share, scaler = 1 / self.accumulate_grad_batches, self.precision_plugin.scaler
+        first = any(self._since_step[id(each)] == 1 for each in reached)
         for each in (each for each in self.callbacks if isinstance(each, LocAteR)):
-            for optimizer in self.optimizers:
-                each.enter(self, self._view, optimizer, self.precision_plugin.scaler, self._since_step == 1)  # type: ignore[arg-type]
+            each.enter(self, self._view, reached, share, scaler, first)  # type: ignore[arg-type]
 
-    def _has_gradients(self, optimizers: Sequence[Optimizer]) -> bool:
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether some are left of earlier backward passes; else their step was taken, or given up."""
-        left = [each.grad for each in held_parameters(optimizers).values() if each.grad is not None]
+        left = [each for each, _ in _gradients(optimizer) if each is not None]
         # To look for zeros waits for the device; where more passes would follow than a step has, it matters.
-        return any(self._since_step < self.accumulate_grad_batches or _has_numbers(each) for each in left)
+        few = self._since_step[id(optimizer)] < self.accumulate_grad_batches
+        return any(few or _has_numbers(each) for each in left)
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
@@ -278,8 +302,10 @@ class Loop:
             self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
         if self._adds:
-            self._refuse_hidden()
-        self._call("on_before_optimizer_step", optimizer)
+            self._refuse_hidden(optimizer)
+        for each in self.callbacks:
+            if not isinstance(each, LocAteR):  # its share has entered with the backward passes
+                each.on_before_optimizer_step(self, self._view, optimizer)  # type: ignore[arg-type]
 
     def _warn_of_unseen(self, optimizer: Optimizer) -> None:
         """Say that a step, by an optimizer that nobody named, of what a named one trains is none of those seen."""
@@ -306,15 +332,15 @@ class Loop:
                 "call backward() (gradients of torch.autograd.grad() do not count)"
             )
 
-    def _refuse_hidden(self) -> None:
+    def _refuse_hidden(self, optimizer: Optimizer) -> None:
         """Refuse a step of more backward passes than were said, within one, or by a scaler that nobody named."""
         if self._in_backward:
             raise ValueError(
                 "a step within the backward pass has gradients without what callbacks add, which comes at its end: "
                 "call step() behind backward()"
             )
-        if self._since_step > self.accumulate_grad_batches:
-            passes, said = self._since_step, self.accumulate_grad_batches
+        passes, said = self._since_step[id(optimizer)], self.accumulate_grad_batches
+        if passes > said:
             raise ValueError(
                 f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
                 f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
@@ -330,6 +356,7 @@ class Loop:
             self._warn_of_unseen(optimizer)
             return
         self._in_step = False
+        self._since_step[id(optimizer)] = 0
         if self._in_batch:
             self._stepped.add(id(optimizer))
             if len(self._stepped) >= len(self.optimizers):
@@ -351,8 +378,6 @@ class Loop:
         values = self.loggers[0].values | to_numbers({name: each.float() for name, each in self.logged.items()})
         self.loggers[0].values, self.logged = {}, {}
         self.fit_loop.epoch_loop._batches_that_stepped += stepped
-        if stepped:
-            self._since_step = 0
         if values and self._log is not None and self.is_global_zero:
             self._log(values, step=step)
 
@@ -375,6 +400,16 @@ def _unwrapped(optimizers: Sequence[Optimizer], scaler: Any) -> tuple[list[Optim
             scaler, each = getattr(each, "scaler", None) if scaler is None else scaler, inner
         found.append(each)
     return found, scaler
+
+
+def _gradients(optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
+    """Of what an optimizer holds, each with how often it was written."""
+    held = [each.grad for each in held_parameters([optimizer]).values()]
+    return [(each, 0 if each is None else getattr(each, "_local_tensor", each)._version) for each in held]
+
+
+def _have_changed(before: Sequence[tuple[Tensor | None, int]], now: Sequence[tuple[Tensor | None, int]]) -> bool:
+    return any(old is not new or written != then for (old, then), (new, written) in zip(before, now, strict=True))
 
 
 def _has_numbers(gradient: Tensor) -> bool:

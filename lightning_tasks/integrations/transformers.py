@@ -75,11 +75,10 @@ class Watch(TrainerCallback):
         accumulate = args.gradient_accumulation_steps
         loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler)
         states = _read(Path(self._from) / _STATES) if self._from else {}
-        loop.load_state_dict(states)
+        loop.load_state_dict(states | {"step": state.global_step})
         self._loop = loop.__enter__()
-        if self._from and not states and loop.state_dict():
+        if self._from and not states and loop.callback_states():
             rank_zero_warn(f"{self._from} has no {_STATES}: callbacks begin anew, as with the means that LocAteR holds")
-        self._loop.fit_loop.epoch_loop._batches_that_stepped = state.global_step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step of an epoch may have fewer batches, and the loss is divided by their number."""
@@ -88,7 +87,7 @@ class Watch(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keep the callbacks' states beside the Trainer's."""
-        if self._loop is not None and args.should_save and (states := self._loop.state_dict()):
+        if self._loop is not None and args.should_save and (states := self._loop.callback_states()):
             folder = self._trainer._get_output_dir(getattr(self._trainer, "_trial", None))  # of a search's trial, too
             file = Path(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", _STATES)
             if file.parent.is_dir():

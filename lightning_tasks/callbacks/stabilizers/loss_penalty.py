@@ -35,7 +35,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
     gradient penalty, are without it. The loss that is logged does not hold it.
 
     With manual optimization nobody says how many batches a step has, nor which backward pass trains the layer: each
-    call's penalty enters whole, in the first ``manual_backward`` through it.
+    call's penalty enters whole, in the first ``manual_backward`` through it. Else it enters in each, as the loss does.
     """
 
     metric: ClassVar[str]
@@ -46,6 +46,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
         super().__init__(where, layers, exclude)
         self.weight = check_number("weight", weight, 0.0)
         self._share = 1.0
+        self._once = False  # whether a call's penalty enters in one backward pass alone
         self._scaler: Any = None
         self._values: list[Tensor] = []  # of the penalties that entered
         self._passed = False  # whether a backward pass of others went through
@@ -70,7 +71,8 @@ class LossPenalty(QueryKeyObserver, shared=True):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._open()
-        self._share = 1 / trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1.0
+        self._once = not pl_module.automatic_optimization
+        self._share = 1.0 if self._once else 1 / trainer.accumulate_grad_batches
         self._scaler = getattr(trainer.precision_plugin, "scaler", None)
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
@@ -122,7 +124,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
         if not self._in_backward:
             self._passed = True
             return None
-        if call.entered not in (0, self._backward_passes):
+        if self._once and call.entered not in (0, self._backward_passes):
             return None
         penalty = self.weight * compute(*parts)
         if not call.entered:

@@ -33,13 +33,14 @@ from lightning_tasks.runs.loggers import current_step
 class QKClip(QueryKeyObserver):
     """Shrinks W_q and W_k of the heads whose largest logit passed tau, after each optimizer step (Kimi K2, 2025).
 
-    S is the largest scale · q·k of a head over all batches of the step and all processes. With γ = min(1, tau / S), W_q
-    and its bias take the factor γ^alpha, W_k and its bias γ^(1 - alpha); heads that share a key head take the smallest
-    γ among them. A mechanism without a query has the logits k kᵀ, and its W_k takes γ^½, as does a weight that is both
-    W_q and W_k. A weight that several layers share is multiplied once, by the smallest factor that one of them asks
-    for. Heads within the limit keep every bit, as do values. Released code (Megatron-LM) scales the weights alone; with
-    biases, the logits of the same tokens are at most tau after the clip. The loss and its gradients are not touched,
-    and neither is the optimizer's state.
+    S is the largest scale · q·k of a head over all processes and all calls through which gradients of the step went; a
+    batch that is skipped before its backward pass does not count. With γ = min(1, tau / S), W_q and its bias take the
+    factor γ^alpha, W_k and its bias γ^(1 - alpha); heads that share a key head take the smallest γ among them. A
+    mechanism without a query has the logits k kᵀ, and its W_k takes γ^½, as does a weight that is both W_q and W_k. A
+    weight that several layers share is multiplied once, by the smallest factor that one of them asks for. Heads within
+    the limit keep every bit, as do values. Released code (Megatron-LM) scales the weights alone; with biases, the
+    logits of the same tokens are at most tau after the clip. The loss and its gradients are not touched, and neither
+    is the optimizer's state.
 
     Of several optimizers each clips the layers whose W_q and W_k it holds, after its own steps, those without
     Lightning's wrapper (``self.optimizers(use_pl_optimizer=False)``) too. Weights that a step leaves as they are, as
@@ -105,7 +106,8 @@ class QKClip(QueryKeyObserver):
 
     def state_dict(self) -> dict[str, Any]:
         """What was seen behind the last step of each layer, which counts in the next one; by the first process."""
-        return {"largest": list(self._largest), "awaited": sorted(self._awaited)}
+        seen = self._awaited or any(each is not None for each in self._largest)
+        return {"largest": list(self._largest), "awaited": sorted(self._awaited)} if seen else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = state_dict
@@ -177,7 +179,14 @@ class QKClip(QueryKeyObserver):
         # Reads a number: on the CPU, that waits for no device.
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):
             return
-        seen = largest_logit(query.detach(), key.detach(), **given).amax(0)
+        count = partial(self._count, index, largest_logit(query.detach(), key.detach(), **given).amax(0))
+        trained = [each for each in (query, key) if each.requires_grad and torch.is_grad_enabled()]
+        if trained:
+            trained[0].register_hook(count)
+        else:  # the first pass of a reentrant checkpoint, say
+            count()
+
+    def _count(self, index: int, seen: Tensor, *_: Tensor) -> None:
         for held in (self._largest, self._current):
             before = held[index]
             held[index] = seen if before is None else torch.maximum(before, seen)
@@ -202,6 +211,12 @@ class QKClip(QueryKeyObserver):
         held = self._held_by(optimizer) & self._awaited
         if not held:
             return
+        if torch._C._current_graph_task_id() != -1 and (parted := held - self._held_by(optimizer, all)):
+            names = listed({self._layers[index].name: "" for index in parted})
+            raise ValueError(
+                f"QKClip: a step within the backward pass would clip what that pass still reads, as W_q and W_k of "
+                f"{names} lie in several optimizers: call step() behind backward(), or give both to one optimizer"
+            )
         stepped = [index for index in held if _takes_steps(self._layers[index])]
         # Here and not in a hook of batches: every process comes to a step together.
         largest = trainer.strategy.reduce(self._stacked(stepped, pl_module.device), reduce_op="max")

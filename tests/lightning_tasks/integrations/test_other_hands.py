@@ -127,6 +127,17 @@ def test_flat_shards_are_refused(name):
         pass
 
 
+@pytest.mark.parametrize("room", ["deepspeed.runtime.zero.stage_1_and_2", "accelerate.utils.deepspeed"])
+def test_the_model_inside_deepspeed_is_refused_by_its_optimizer(room):
+    module = TinyLM()
+    optimizer = type("Sharded", (torch.optim.SGD,), {"__module__": room})(module.parameters(), lr=0.1)
+    with (
+        pytest.raises(ValueError, match="DeepSpeed keeps gradients in its own buffers; use DDP"),
+        attnswap.watch(module, callbacks=[LocAteR(0.1)], optimizer=optimizer),
+    ):
+        pass
+
+
 def test_monitors_need_neither_scaler_nor_count():
     for options in ({"leave_out": [0, 2], "divide": 2}, {"scale": 1024.0}):
         watched = trained(CALLBACKS["AttentionMonitor"](), **options)[1]

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnswap
 from attention_modules.analysis import frobenius_squared
 from attention_modules.hosts import attention_layers
-from lightning_tasks.callbacks import AttentionMonitor, LocAteR, QKClip
+from lightning_tasks.callbacks import AttentionMonitor, EntropyRegularizer, LocAteR, QKClip
 
 WEIGHT = 0.05
 
@@ -133,6 +134,35 @@ def test_logits_of_a_step_that_the_loop_leaves_out_clip_no_later_one(place, in_p
     assert torch.equal(flat(model), flat(network()))
 
 
+@pytest.mark.parametrize(("skipped", "tau", "clips"), [(100.0, 30.0, False), (float("nan"), 0.05, True)])
+@pytest.mark.parametrize("callbacks", [[], [LocAteR(0.0)]])
+def test_a_batch_that_is_skipped_before_its_backward_pass_is_as_none(skipped, tau, clips, callbacks):
+    """Nor does a penalty beside change which batches count."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=tau), *callbacks], optimizer=optimizer):
+        for factor in (skipped, 1.0):
+            loss = (model(inputs()[0] * factor) * factor).square().mean()
+            if loss < 5:  # neither a spike nor NaN
+                loss.backward()
+                optimizer.step()
+    assert (not torch.equal(flat(model), flat(network()))) == clips
+    assert flat(model).isfinite().all()
+
+
+@pytest.mark.parametrize("callbacks", [[], [LocAteR(0.0)]])
+def test_logits_of_a_gradient_that_the_loop_takes_of_the_same_step_count(callbacks):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0), *callbacks], optimizer=optimizer):
+        far = (inputs()[0] * 100).requires_grad_()
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # which has second derivatives
+            (gradient,) = torch.autograd.grad(model(far).square().mean(), far, create_graph=True)
+        (model(inputs()[0]).square().mean() + gradient.square().mean()).backward()
+        optimizer.step()
+    assert not torch.equal(flat(model), flat(network()))
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_logits_of_a_step_that_is_left_out_clip_no_later_one(named):
     model = network()
@@ -245,6 +275,92 @@ def test_a_step_within_the_backward_pass_is_refused():
         model(inputs()[0]).square().mean().backward()
 
 
+def test_a_step_within_the_backward_pass_is_refused_where_a_clip_changes_what_it_reads():
+    """Keys have their gradient, and step, before the gradient of the queries' input is taken."""
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model, tokens = LlamaForCausalLM(config), torch.arange(16).view(2, 8)
+    by_parameter = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
+    for parameter in by_parameter:
+        parameter.register_post_accumulate_grad_hook(lambda each: by_parameter[each].step())
+    watching = attnswap.watch(model, log=dict, callbacks=[QKClip(tau=100.0)], optimizer=[*by_parameter.values()])
+    with (
+        pytest.warns(UserWarning, match="lie in several optimizers"),
+        pytest.raises(ValueError, match="would clip what that pass still reads"),
+        watching,
+    ):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+class Tasks(nn.Module):
+    """Two heads on one trunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = network()
+        torch.manual_seed(1)
+        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    def forward(self, batch, task):
+        return self.heads[task](self.trunk(batch))
+
+
+def test_a_penalty_enters_once_where_two_optimizers_hold_a_parameter():
+    found = []
+    for watched in (True, False):
+        model = Tasks()
+        optimizers = [torch.optim.SGD([*model.trunk.parameters(), *head.parameters()], lr=0.1) for head in model.heads]
+        watching = attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT)], optimizer=optimizers)
+        with watching if watched else nullcontext():
+            for place, batch in enumerate(inputs(4)):
+                optimizer = optimizers[place % 2]
+                optimizer.zero_grad()
+                loss = model(batch, place % 2).square().mean()
+                (loss if watched else loss + penalty(model)).backward()
+                optimizer.step()
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("zeroes_all", [False, True])
+def test_two_networks_of_one_model_are_trained_in_turn(zeroes_all):
+    """Of one forward pass, as an actor and a critic: a backward pass and a step each."""
+    found = []
+    for watched in (True, False):
+        model = nn.ModuleList([network(), network()])
+        model.forward = lambda batch, model=model: [part(batch) for part in model]
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
+        watching = attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT)], optimizer=optimizers)
+        with watching if watched else nullcontext():
+            for batch in inputs():
+                outputs = model(batch)
+                for part, output, optimizer in zip(model, outputs, optimizers, strict=True):
+                    (model if zeroes_all else optimizer).zero_grad()
+                    loss = output.square().mean()
+                    (loss if watched else loss + penalty(part)).backward()
+                    optimizer.step()
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("callback", [LocAteR, EntropyRegularizer])
+def test_two_losses_of_one_forward_pass_have_a_share_of_the_penalty_each(callback):
+    found = []
+    for parts in (1, 2):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        given = {"callbacks": [callback(WEIGHT)], "optimizer": optimizer, "accumulate": parts}
+        with attnswap.watch(model, log=dict, **given):
+            output = model(inputs()[0])
+            losses = [output.square().mean() / 2, output.abs().mean() / 2]
+            for loss in [sum(losses)] if parts == 1 else losses:
+                loss.backward(retain_graph=True)
+            optimizer.step()
+        found.append(flat(model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 class WithTemperature(nn.Module):
     """Returns one of its Parameters beside its output."""
 
@@ -285,7 +401,7 @@ def test_a_state_holds_where_a_mean_began():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with attnswap.watch(model, log=dict, callbacks=[LocAteR(WEIGHT, gamma=1.0)], optimizer=optimizer) as loop:
-        state = loop.state_dict()
+        state = loop.callback_states()
     with torch.no_grad():
         for each in model.parameters():
             each.mul_(2)
@@ -294,9 +410,33 @@ def test_a_state_holds_where_a_mean_began():
     again.load_state_dict(state)
     with again:
         (before,), (after,) = (
-            next(iter(each.values()))["initial_traces"].values() for each in (state, again.state_dict())
+            next(iter(each.values()))["initial_traces"].values() for each in (state, again.callback_states())
         )
     assert torch.equal(before, after)
+
+
+def test_a_resumed_loop_goes_on_where_it_was():
+    """Its steps are counted on, and what is looked at every few steps is looked at then."""
+    found = []
+    for parts in ([inputs(10)], [inputs(10)[:6], inputs(10)[6:]]):
+        model, state, seen = network(), None, []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for part in parts:
+            callbacks = [QKClip(tau=0.3, every_n_steps=4)]
+            loop = attnswap.watch(
+                model, log=lambda _, step, seen=seen: seen.append(step), callbacks=callbacks, optimizer=optimizer
+            )
+            if state is not None:
+                loop.load_state_dict(state)
+            with loop:
+                for batch in part:
+                    optimizer.zero_grad()
+                    model(batch * 3).square().mean().backward()
+                    optimizer.step()
+                state = loop.state_dict()
+        found.append(flat(model))
+        assert seen == [*range(10)]
+    assert torch.equal(*found)
 
 
 def test_sparse_gradients_are_no_hindrance():
@@ -318,5 +458,5 @@ def test_two_layers_whose_names_differ_by_a_wrapper_begin_each_at_its_own_mean()
     model = nn.ModuleDict({"0": network()[1], "module": nn.ModuleDict({"0": nn.TransformerEncoderLayer(16, 2, 32)})})
     optimizer, penalty = torch.optim.SGD(model.parameters(), lr=0.1), LocAteR(WEIGHT, gamma=1.0)
     with attnswap.watch(model, log=dict, callbacks=[penalty], optimizer=optimizer) as loop:
-        first, second = next(iter(loop.state_dict().values()))["initial_traces"].values()
+        first, second = next(iter(loop.callback_states().values()))["initial_traces"].values()
     assert not torch.equal(first, second)
