@@ -217,6 +217,14 @@ class SegmentationTask(VisionTask):
         getattr(self, f"{stage}_scores").update(found, masks)
         return found
 
+    def on_validation_epoch_start(self) -> None:
+        """Count anew, also after an epoch that was broken off."""
+        self._reset_scores("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Count anew, also after an epoch that was broken off."""
+        self._reset_scores("test")
+
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the split."""
         self._log_scores("val")
@@ -228,12 +236,15 @@ class SegmentationTask(VisionTask):
         if folder is not None and self.trainer.is_global_zero:
             write_class_iou(folder / "test_classes.csv", self.class_names, confusion)
 
+    def _reset_scores(self, stage: str) -> None:
+        for metric in (getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")):
+            metric.reset()
+
     def _log_scores(self, stage: str) -> Tensor:
         metric, mean_loss = getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")
         confusion = metric.compute().cpu()
         values = {"loss": mean_loss.compute(), **scores(confusion)}
-        metric.reset()
-        mean_loss.reset()
+        self._reset_scores(stage)
         # Sums over all processes already: every process logs the same.
         self.log_dict({f"{stage}/{name}": float(value) for name, value in values.items()}, sync_dist=True)
         return confusion

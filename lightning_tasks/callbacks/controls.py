@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_integer, check_number
-from lightning_tasks.callbacks.base import Callback, Where, refuse_flat_shards
+from lightning_tasks.callbacks.base import Callback, Where, kinds_of, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.training.limits import check_layer_choice
 
@@ -61,8 +61,9 @@ class QKWeightDecay(_QKControl):
     """Decoupled weight decay on W_q and W_k alone, beside the optimizer's own: W ← W (1 - lr · weight_decay).
 
     It comes before the optimizer's update, as in AdamW (Loshchilov and Hutter, 2019), with the learning rate of the
-    weight's own group. The control of an objective that shrinks W_qᵀ W_k. What is frozen at a step stays as it is, as
-    in a stage of :class:`Heal` that does not train it.
+    weight's own group. The control of an objective that shrinks W_qᵀ W_k. What is frozen at a step, or has no gradient,
+    stays as it is, as in a stage of :class:`Heal` that does not train it, or a step that a ``NonFiniteGuard`` skips
+    which is listed before.
 
     Args:
         weight_decay: at least 0.
@@ -101,7 +102,7 @@ class QKWeightDecay(_QKControl):
         left = 1.0 if self.fade_steps is None else max(0.0, 1 - trainer.global_step / self.fade_steps)
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, mask in self._entries:
-            if id(parameter) in rates and parameter.requires_grad:
+            if id(parameter) in rates and parameter.requires_grad and parameter.grad is not None:
                 parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * left * mask)
 
 
@@ -118,7 +119,8 @@ class FreezeQK(_QKControl):
 
     Raises:
         ValueError: when a fit starts, if the strategy is FSDP1 or DeepSpeed, :class:`LocAteR` trains one of the same
-            layers, no layer matches, or its weights cannot be told apart, see :func:`qk_entries`.
+            layers, a weight average is listed before, no layer matches, or its weights cannot be told apart, see
+            :func:`qk_entries`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -129,7 +131,15 @@ class FreezeQK(_QKControl):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         frozen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        for other in callbacks[: callbacks.index(self)]:
+            if "WeightAveraging" in kinds_of(other):
+                name = type(other).__name__
+                raise ValueError(
+                    f"{name} is listed before FreezeQK, so it would average weights before they are put back; list "
+                    f"FreezeQK before {name}"
+                )
+        for other in callbacks:
             if not isinstance(other, LocAteR) or not other.trains:
                 continue
             both = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, kinds_of
 from lightning_tasks.files.weights import adopt_plain_weights, read_checkpoint
 from lightning_tasks.training.configure_hook import after_configure_model
 
@@ -22,11 +23,12 @@ class InitFromCheckpoint(Callback):
     in the file, or is not there, it stays as it was made, with a warning; all else must fit. Weights of plain
     attention also fill layers that are built with another mechanism (which layers is said): without a query its
     rows are left out, and what the mechanism alone has stays as it is. Put it after the callbacks that change the
-    model.
+    model, and before those that copy it.
 
     Raises:
         FileNotFoundError: no file at `path`.
-        ValueError: the file is no checkpoint, or the names or shapes in the file do not fit the model.
+        ValueError: the file is no checkpoint, or the names or shapes in the file do not fit the model; a callback that
+            copies the model stands before.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,6 +39,12 @@ class InitFromCheckpoint(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have the weights loaded before the optimizers are made."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        for name in [type(each).__name__ for each in callbacks[: callbacks.index(self)] if _copies(each)]:
+            raise ValueError(
+                f"{name} is listed before InitFromCheckpoint, so it would copy the model before its weights are there; "
+                f"list InitFromCheckpoint before {name}"
+            )
         if not self._loaded:
             after_configure_model(pl_module, self, self._load)
 
@@ -63,6 +71,17 @@ class InitFromCheckpoint(Callback):
             rank_zero_info(f"--init_from {self.path}: weights of plain attention now fill {', '.join(adopted)}")
         if left_out:
             rank_zero_warn(f"--init_from {self.path}: {left_out}. The head starts from new weights; all else was taken")
+
+
+def before_copies(callbacks: Sequence[pl.Callback]) -> list[pl.Callback]:
+    """The callbacks, with those that load weights before those that copy the model."""
+    first = next((place for place, each in enumerate(callbacks) if _copies(each)), len(callbacks))
+    late = [each for each in callbacks[first:] if isinstance(each, InitFromCheckpoint)]
+    return [*callbacks[:first], *late, *(each for each in callbacks[first:] if each not in late)]
+
+
+def _copies(callback: pl.Callback) -> bool:
+    return bool(kinds_of(callback) & {"WeightAveraging", "DriftMonitor"})
 
 
 def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tuple[dict[str, Any], str]:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
 from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
@@ -66,6 +67,13 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
     if command == "predict":
         added.append(PredictionTable())
     return added
+
+
+def keeps_teacher(callbacks: Any) -> bool:
+    """Whether a callback of a configuration keeps the model as it was: a run that resumes builds that model first."""
+    given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    kinds = [import_object(each.class_path) for each in given]
+    return any(isinstance(kind, type) and issubclass(kind, DriftMonitor) for kind in kinds)
 
 
 def without_checkpoints(callbacks: Any) -> Any:

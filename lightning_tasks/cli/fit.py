@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lightning_tasks.callbacks.init_from import before_copies
 from lightning_tasks.callbacks.writing.run_summary import RunSummary, divergence_of
 from lightning_tasks.cli.arguments import (
     RecipeParser,
@@ -23,7 +24,7 @@ from lightning_tasks.cli.arguments import (
     spell_out_classes,
     warn_of_last_callback,
 )
-from lightning_tasks.cli.as_run import own_callbacks, show_as_run, without_checkpoints
+from lightning_tasks.cli.as_run import keeps_teacher, own_callbacks, show_as_run, without_checkpoints
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.last_checkpoint import last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
@@ -125,7 +126,8 @@ class AttnswapCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
-        if section.get("ckpt_path") and section.get("init_from"):
+        both = section.get("ckpt_path") and section.get("init_from")
+        if both and self._labels is None and not keeps_teacher(section.trainer.callbacks):
             raise UsageError(
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"
@@ -171,6 +173,7 @@ class AttnswapCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer, whose checkpoint files are written whole or not at all, and checked when they are read."""
         trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks = before_copies(vars(trainer)["callbacks"])  # type: ignore[attr-defined]
         leave_out_what_is_not_known(trainer)
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = CheckedCheckpointIO()

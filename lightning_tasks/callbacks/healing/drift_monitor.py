@@ -28,6 +28,7 @@ from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
 from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
+from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.distributed import EpochSums, log_joined
@@ -46,7 +47,7 @@ class DriftMonitor(Callback):
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
     logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count; all tokens of
     an encoder-decoder model do. The two passes that it costs are in eval mode, draw nothing at random, and change
-    nothing.
+    nothing; forward hooks of yours see the one of the model.
 
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default
@@ -90,7 +91,7 @@ class DriftMonitor(Callback):
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint was made beside another teacher: the module that is built now "
                 "has other weights, before the checkpoint's are loaded, than it had then; build it with the same "
-                "pretrained weights and seed"
+                "pretrained weights and seed, and give --init_from again where the run began with it"
             )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -171,7 +172,7 @@ class DriftMonitor(Callback):
             )
         args, kwargs, output = seen
         network = pl_module.get_submodule(teacher.name)
-        with eager(), trainer.precision_plugin.val_step_context():
+        with eager(), unwatched(), trainer.precision_plugin.val_step_context():
             self._forget()
             lesson = teacher.show(args, kwargs)
             without: dict[str, str] = {}

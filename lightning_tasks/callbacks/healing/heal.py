@@ -39,7 +39,8 @@ class Heal(DriftMonitor):
     - ``match="logits"``: T² KL(softmax(teacher / T) ‖ softmax(student / T)), its mean over positions;
     - ``match="task"``: the module's own loss, as without this callback.
 
-    They take the place of the loss that ``training_step`` returns; what the module logs there stays its own. The
+    They take the place of the loss that ``training_step`` returns; what the module logs there stays its own, of layers
+    that are given the teacher's inputs where maps or layers are matched, and so do monitors of training. The
     teacher is as :class:`DriftMonitor` says, whose figures are logged too; it shares the weights that no stage trains.
     ``heal/loss`` (of the stage) and ``heal/stage`` (from 0) are logged as well. A resumed run goes on in the stage of
     its step, beside the same teacher.
@@ -141,6 +142,7 @@ class Heal(DriftMonitor):
             after = optimizer.register_step_post_hook(partial(_return_rates, rates))
             self._undo.callback(before.remove)
             self._undo.callback(after.remove)
+            self._undo.callback(_return_rates, rates, optimizer)  # of a step that an error ended
 
     def _check_optimizers(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse a stage that would train nothing, as no optimizer holds its Parameters.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -11,6 +12,20 @@ from torch import nn
 
 def _nothing(*_: Any) -> None:
     """What a copied hook does."""
+
+
+_paused = 0
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, these hooks do nothing: a monitor calls the model for itself."""
+    global _paused
+    _paused += 1
+    try:
+        yield
+    finally:
+        _paused -= 1
 
 
 def _copied() -> Callable[..., None]:
@@ -28,7 +43,7 @@ class OwnHook:
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         """What the hook gives, for its own module."""
-        return self._hook(module, *args) if self._module() is module else None
+        return self._hook(module, *args) if self._module() is module and not _paused else None
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing

@@ -11,17 +11,18 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, kinds_of
 from lightning_tasks.runs.folder import existing_part
 
 
 class SaveOnStop(Callback):
     """Saves a checkpoint when SIGTERM ends a fit, as a scheduler sends it before it takes a machine away.
 
-    Lightning lets the step, or the validation batch, that the signal meets end first. The file lies beside those of
-    the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
-    callback nothing is saved. On several processes neither, as they may be told at different steps: the process that is
-    told ends at once, and with it the others.
+    The step, with all batches that it accumulates, or the validation batch that the signal meets ends first. The file
+    lies beside those of the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and
+    step. Without such a callback nothing is saved. On several processes neither, as they may be told at different
+    steps: the process that is told ends at once, and with it the others. With manual optimization a step ends with its
+    batch.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -29,11 +30,14 @@ class SaveOnStop(Callback):
         >>> trainer = Trainer(callbacks=[SaveOnStop()], logger=False)
     """
 
+    _told = False  # of the signal, in a step that has not ended
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Replace Lightning's handler of SIGTERM on several processes, before it is set.
 
         From within the handler it tells the others by a broadcast, which may meet another collective: then all hang.
         """
+        self._told = False
         if trainer.world_size > 1:
             trainer._signal_connector._sigterm_notifier_fn = partial(_end_now, trainer)  # type: ignore[method-assign]
 
@@ -50,6 +54,13 @@ class SaveOnStop(Callback):
             if not there.is_dir() or not os.access(there, os.W_OK):
                 raise ValueError(f"checkpoints cannot be written to {folder}: {there} is not a folder that is writable")
 
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
+        """Have Lightning see the signal at the end of the step: no checkpoint has gradients that were gathered."""
+        connector, within = trainer._signal_connector, trainer.fit_loop.epoch_loop._should_accumulate()
+        self._told = (self._told or connector.received_sigterm) and trainer.world_size == 1
+        if self._told:
+            connector.received_sigterm = not (within and pl_module.automatic_optimization)
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where the exception is that of SIGTERM."""
         callback = trainer.checkpoint_callback
@@ -58,6 +69,10 @@ class SaveOnStop(Callback):
         trying = trainer.sanity_checking or getattr(trainer, "fast_dev_run", False)
         if not told or folder is None or trying or trainer.world_size > 1:
             return
+        if trainer.validating:  # in which they have exchanged the model with its average
+            for each in trainer.callbacks:  # type: ignore[attr-defined]  # not declared there
+                if "WeightAveraging" in kinds_of(each):
+                    each.on_validation_epoch_end(trainer, pl_module)
         path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
         with _epoch_open(trainer):
             trainer.save_checkpoint(path)

@@ -49,13 +49,22 @@ class PredictionTable(BasePredictionWriter):
         check_alone(trainer, PredictionTable)
 
     def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Find the place of the table, the same one in every process."""
+        """Find the place of the table, the same one in every process.
+
+        Raises:
+            ValueError: there are several loaders, whose samples have the same places.
+        """
         self._path, self._count = None, 0
         if trainer.fast_dev_run:
             return
         if not hasattr(pl_module, "prediction_rows"):
             rank_zero_warn(f"predictions are not written: {type(pl_module).__name__} has no prediction_rows")
             return
+        loaders = trainer.predict_dataloaders
+        if isinstance(loaders, (list, tuple, dict)) and len(loaders) > 1:
+            raise ValueError(
+                f"PredictionTable writes the table of one loader, got {len(loaders)}: predict them one by one"
+            )
         path = Path(run_folder(trainer) or trainer.default_root_dir) / TABLE  # of rank zero, which the others are told
         self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -98,7 +98,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
             cell.clear()
     else:
         start = replace(before, runs=[*before.runs, f"{here} from step {before.step}"])
-        arguments += [f"--ckpt_path={checkpoint_of(cell, before.step)}", "--init_from=null"]
+        arguments.append(f"--ckpt_path={checkpoint_of(cell, before.step)}")
         if first:
             os.utime(cell.folder)
     progress = KeepProgress(cell, start, may_write)

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from attention_modules.hosts import attention_layers
 from lightning_tasks import LanguageModelingTask
@@ -150,6 +151,11 @@ def test_bad_weight_decay(value):
 def test_freezing_what_locater_trains_is_refused(tmp_path, order):
     with pytest.raises(ValueError, match=r"penalty that LocAteR puts on model\.layers\.0\.attn.*observe_only=True"):
         fit(tmp_path, *[FreezeQK(), LocAteR(0.1)][::order])
+
+
+def test_freezing_behind_an_average_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="list FreezeQK before EMAWeightAveraging"):
+        fit(tmp_path, EMAWeightAveraging(), FreezeQK())
 
 
 @pytest.mark.parametrize("other", [{"observe_only": True}, {"layers": [1]}])

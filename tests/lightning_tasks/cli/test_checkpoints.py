@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from lightning_tasks.__main__ import HELP, main
-from lightning_tasks.cli.fit import fill
+from lightning_tasks.cli.fit import fill, run
 from tests.lightning_tasks.cli.runs import ARGUMENTS, DEMO, checkpoint, last_run, saved_config
 
 
@@ -186,6 +186,20 @@ def test_init_from_takes_the_weights_and_nothing_else(demo):
     torch.testing.assert_close(after["state_dict"], before["state_dict"], rtol=0, atol=0)
     assert after["global_step"] == 1
     assert saved_config()["model"]["init_args"]["note"] == "none"
+
+
+def test_init_from_comes_before_what_copies_the_model(demo):
+    main(["fit", "--config", demo])
+    options = ["--init_from", str(checkpoint()), "--trainer.callbacks+=EMAWeightAveraging", "--model.rate=0.0"]
+    cli = run(["fit", "--config", demo, *options, "--trainer.max_steps=1"])
+    kinds = [type(each).__name__ for each in vars(cli.trainer)["callbacks"]]
+    assert kinds.index("InitFromCheckpoint") < kinds.index("EMAWeightAveraging")
+
+
+def test_beside_a_teacher_a_run_resumes_with_init_from(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--config", "healing/linearize", "--init_from", "a", "--ckpt_path", "no.ckpt"])
+    assert "--ckpt_path no.ckpt: no such file" in capsys.readouterr().err
 
 
 def test_init_from_refuses_weights_that_do_not_fit(demo, capsys):

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from attnswap.datamodules import PythonSourceDataModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks import LanguageModelingTask
@@ -95,17 +95,25 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, text, stop):
     assert all(torch.equal(more[name], whole[name]) for name in whole)
 
 
-@pytest.mark.parametrize(("step", "validating"), [(12, False), (14, False), (15, True)])
-def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, validating):
-    """In the middle of an epoch of five steps, in its last step, and while it is validated."""
-    options = {"limit_train_batches": 5, "limit_val_batches": 2, "num_sanity_val_steps": 0}
-    whole, _ = fit(tmp_path / "whole", text, **options)
+@pytest.mark.parametrize(
+    ("step", "validating", "each", "average"),
+    [(12, False, 1, False), (14, False, 1, False), (15, True, 1, False), (12, False, 3, False), (15, True, 1, True)],
+)
+def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, validating, each, average):
+    """In the middle of an epoch of five steps, of several batches too, in its last one, and as it is validated."""
+    options = {"limit_train_batches": 5 * each, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    options |= {"accumulate_grad_batches": each}
+
+    def also(*others):
+        return [*([EMAWeightAveraging(decay=0.9)] if average else []), *others]
+
+    whole, _ = fit(tmp_path / "whole", text, *also(), **options)
     with pytest.raises(SIGTERMException):
-        fit(tmp_path / "told", text, SaveOnStop(), Signal(SIGTERM, step, validating), **options)
+        fit(tmp_path / "told", text, *also(SaveOnStop(), Signal(SIGTERM, step, validating)), **options)
     (saved,) = (tmp_path / "told").glob("stopped-*.ckpt")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        resumed, trainer = fit(tmp_path / "resumed", text, WarnOfMissedValidation(), ckpt_path=saved, **options)
+        resumed, trainer = fit(tmp_path / "resumed", text, *also(WarnOfMissedValidation()), ckpt_path=saved, **options)
     cut = [each for each in said if "due at step 15 and is left out" in str(each.message)]
     assert len(cut) == (step != 12), "the validation behind step 15 was cut short"
     assert trainer.global_step == STEPS

@@ -11,7 +11,16 @@ from torch.nn.functional import cosine_similarity, cross_entropy, kl_div
 from torch.utils.checkpoint import checkpoint
 
 from attention_modules import SelfAttention, load_pretrained, restore_attention, swap_attention
-from lightning_tasks.callbacks import DriftMonitor, Heal, LogitMonitor, QKClip, QKWeightDecay, SwapAttention
+from lightning_tasks.callbacks import (
+    AttentionMonitor,
+    DriftMonitor,
+    Heal,
+    LogitMonitor,
+    QKClip,
+    QKWeightDecay,
+    SwapAttention,
+)
+from lightning_tasks.callbacks.init_from import InitFromCheckpoint, before_copies
 from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 from tests.rows import each_row
@@ -26,6 +35,49 @@ QUIET = {
     "accelerator": "cpu",
     **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
 }
+
+
+@pytest.mark.parametrize("monitor", [AttentionMonitor, LogitMonitor])
+def test_the_passes_of_a_drift_monitor_are_in_no_other(monitor):
+    found = []
+    for callbacks in ([monitor(1)], [DriftMonitor(), monitor(1)]):
+        _, trainer = heal(callbacks)
+        found.append({name: float(each) for name, each in trainer.callback_metrics.items() if "drift" not in name})
+    assert found[0] == found[1]
+    assert found[0]
+
+
+def test_the_teacher_has_the_weights_that_a_run_starts_from(tmp_path):
+    start = Task()
+    for parameter in start.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    torch.save({"state_dict": start.state_dict()}, tmp_path / "start.ckpt")
+    monitor, load = DriftMonitor(), InitFromCheckpoint(str(tmp_path / "start.ckpt"))
+    heal([load, monitor], max_steps=1)
+    expected = start.net.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in monitor.teacher.network.state_dict().items())
+    with pytest.raises(ValueError, match="list InitFromCheckpoint before DriftMonitor"):
+        heal([monitor, load], max_steps=1)
+    assert before_copies([monitor, load]) == [load, monitor]
+
+
+def test_an_error_within_a_step_leaves_the_rates_as_they_were():
+    rates = []
+
+    class Fails(Task):
+        def training_step(self, batch, batch_idx):
+            if self.trainer.training:
+                rates.append(self.optimizers().param_groups[0]["lr"])
+                raise MemoryError
+            return super().training_step(batch, batch_idx)
+
+    class Keeps(pl.Callback):
+        def on_exception(self, trainer, pl_module, exception):
+            rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    with pytest.raises(MemoryError):
+        heal([Heal([{"match": "task", "lr_scale": 10.0}]), Keeps()], module=Fails(0.05))
+    assert rates == [0.5, 0.05]
 
 
 class Gradients(pl.Callback):
