@@ -172,12 +172,13 @@ def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k
             "alone",
         )
     if seen.shape[-2] == 1 or number == 1:
-        return seen[..., -1, :].expand(*seen.shape[:2], number), is_causal
+        return seen[..., -1, :].expand(*seen.shape[:2], number), is_causal or number == 1
     past = torch.ones(number, number, dtype=torch.bool, device=k.device).tril()
     seen = seen.expand(*seen.shape[:2], number, number)
-    same = (seen == seen[..., :1, :]).all()
+    any_row = seen.any(-2)
+    same = ((seen == any_row.unsqueeze(-2)).all(-1) | ~(seen.any(-1) | any_row)).all()
     if not is_causal and not torch.compiler.is_compiling() and bool(same):
-        return seen[..., 0, :], False
+        return any_row, not bool(any_row[..., 1:].any())  # a first token alone is seen with and without a future
     future = (seen & ~past).any(-1)
     if is_causal:
         seen, future = seen & past, torch.zeros_like(future)

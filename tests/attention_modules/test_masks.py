@@ -103,6 +103,22 @@ def test_padding_is_padding_and_causality_is_what_the_call_says():
     assert tokens_of("linear", None, True, *tokens()) == (None, True)
 
 
+@each_row("count", [0, 1])
+def test_a_first_token_alone_is_seen_with_a_future_and_without(count):
+    """Of a causal mask with padding behind, where no sample has more: no model that hides the future ends in it."""
+    mask = PAST & (torch.arange(4) < count)
+    for given in (mask, mask[:1, :1] & True):
+        there, is_causal = tokens_of("gla", given, False, *(each[:, :, : len(given)] for each in tokens()))
+        assert is_causal
+        assert there.tolist() == [[given[-1].tolist()]]
+
+
+def test_padding_may_see_nothing():
+    there, is_causal = tokens_of("linear", THERE & THERE[:, None], False, *tokens())
+    assert not is_causal
+    assert there.tolist() == [[THERE.tolist()]]
+
+
 OTHERS = {
     "a sliding window": PAST.triu(-1),
     "packed sequences": torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).bool() & PAST,

@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attention_modules.masks import check_columns, require, visible
+
+_CURE = "give each sequence a row of its own, padded at its end"
 
 
 def check_positions(name: str, positions: Tensor, hidden: Tensor | None, by_distance: bool = False) -> None:
@@ -23,16 +26,25 @@ def check_positions(name: str, positions: Tensor, hidden: Tensor | None, by_dist
         ValueError, RuntimeError: if they are others, as :func:`attention_modules.masks.require` says.
     """
     if by_distance:
-        step = positions[..., 1:] - positions[..., :-1]
-        right, what = (step == 1) | (positions[..., 1:] == 0), "do not rise by one from token to token"
-        hidden = None if hidden is None else hidden[..., 1:] | hidden[..., :-1]
+        right, what = _keeps_distances(positions, hidden), "do not rise by as many as the columns from token to token"
     else:
         right = positions == torch.arange(positions.shape[-1], device=positions.device)
         what = "are not 0 to N - 1 (packed sequences, or padding before them)"
     require(
         (right if hidden is None else right | hidden).all(),
-        f"{name} counts columns, and these position_ids {what}: give each sequence a row of its own, padded at its end",
+        f"{name} counts columns, and these position_ids {what}: {_CURE}",
     )
+
+
+def _keeps_distances(positions: Tensor, hidden: Tensor | None) -> Tensor:
+    """Whether a token is as far from the last that is seen as their columns are, or begins a sequence."""
+    columns = torch.arange(positions.shape[-1], device=positions.device)
+    seen = torch.ones_like(positions, dtype=torch.bool) if hidden is None else ~hidden
+    apart = (positions - columns).expand(seen.shape)
+    last = torch.where(seen, columns, -1).cummax(-1).values[..., :-1]
+    step = apart[..., 1:] - apart.gather(-1, last.clamp(min=0))
+    right = (step == 0) | (last < 0) | (positions[..., 1:] == 0)
+    return functional.pad(right, (1, 0), value=True)
 
 
 def check_sequences(module: Any, mask: Tensor | None, positions: Tensor | None, window: int | None) -> None:
@@ -54,6 +66,14 @@ def check_sequences(module: Any, mask: Tensor | None, positions: Tensor | None, 
     if positions is not None:
         known = seen is not None and seen.shape[-1] == positions.shape[-1]
         check_positions(name, positions, ~seen.flatten(1, -2).any(1) if known else None, by_distance)  # type: ignore[union-attr]
-    if seen is None or by_distance:
+    if seen is None:
+        return
+    if by_distance:
+        if positions is None and window is None:  # which a model may have made of the mask
+            shown = seen.flatten(1, -2).any(1)
+            between = shown.cummax(-1).values & shown.flip(-1).cummax(-1).values.flip(-1)
+            require(
+                (shown | ~between).all(), f"{name} counts columns, and this mask hides tokens between others: {_CURE}"
+            )
         return
     check_columns(name, seen, positions is not None or window is not None)  # else what is seen alone may be counted

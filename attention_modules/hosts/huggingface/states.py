@@ -24,6 +24,10 @@ STATE = "attnswap_state"  # by which a layer hands the cache's object for it to 
 _READ = "attnswap_read"  # of a mask: what was read from it
 _PREPARE = "_prepare_cache_for_generation"
 RECALL = 128  # tokens by which a state can be taken back, once its cache was told to record
+_BROKEN = (
+    "the last call with this cache, or its crop(), ended in an error in layer {index}, after tokens were counted in "
+    "other layers: start with an empty cache, or reset() this one"
+)
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 _TOKENS = {"q": 2, "k": 2, "v": 2, "x": 1, "tokens": 1, "starts": 1}  # the dimension of tokens, of what is recorded
 
@@ -52,12 +56,17 @@ def state_layer(cache: Any, module: Any) -> Any:
             f"this cache holds the state of {layer.of} in layer {index}, which now has {name}: start with an empty one"
         )
     if layer.pending:
-        raise RuntimeError(
-            f"the last call with this cache, or its crop(), ended in an error in layer {index}, after tokens were "
-            "counted in other layers: start with an empty cache, or reset() this one"
-        )
+        raise RuntimeError(_BROKEN.format(index=index))
     layer.of, layer.ready = name, True
+    layer.expected = next(filter(None, map(_counted, layers[:index])), None)
     return layer
+
+
+def _counted(layer: Any) -> int | None:
+    """How many tokens a growing layer of a cache has counted, also those of a call that has come to it."""
+    if type(layer).__name__.removeprefix("State") not in _KINDS[:2]:
+        return None
+    return layer.cumulative_length if hasattr(layer, "cumulative_length") else layer.get_seq_length()
 
 
 def _name(module: Any) -> str:
@@ -87,6 +96,7 @@ def _become_state(layer: Any, index: int, name: str) -> None:
         )
     layer.__class__ = _keeping_state(plain)
     layer.state, layer.of, layer.ready, layer.any_tokens = {}, None, False, False
+    layer.index, layer.expected = index, None
     layer.base, layer.recent, layer.stale, layer.hidden, layer.pending = {}, {}, False, None, False
     layer.record_past = getattr(layer, "record_past", False)
     for name in ("keys", "values"):  # None, or of early_initialization
@@ -337,6 +347,8 @@ class _State:
             self.cumulative_length.add_(number)
         else:
             self.cumulative_length += number
+            if self.expected not in (None, self.cumulative_length):  # an error came between two layers
+                raise RuntimeError(_BROKEN.format(index=self.index))
         self.pending = True
         return key_states, value_states
 
@@ -354,7 +366,19 @@ class _State:
 
     def _become_plain(self: Any) -> None:
         self.__class__ = self.plain_class
-        for name in ("state", "of", "ready", "any_tokens", "base", "recent", "stale", "hidden", "pending"):
+        for name in (
+            "state",
+            "of",
+            "ready",
+            "any_tokens",
+            "base",
+            "recent",
+            "stale",
+            "hidden",
+            "pending",
+            "index",
+            "expected",
+        ):
             delattr(self, name)
         self.keys = self.values = None
         self.is_initialized = False

@@ -60,7 +60,11 @@ class SwappedTimm(Swapped):
         return out.transpose(1, 2).flatten(2)
 
     def _dropout(self: Any) -> float:
-        return self.attn_drop.p if self.training and "attn_drop" in self._modules else 0.0
+        """As the layer's own forward has it: its module drops out by its own mode, the fused kernel by the layer's."""
+        if "attn_drop" not in self._modules:
+            return 0.0
+        drops = self.training if getattr(self, "fused_attn", False) else self.attn_drop.training
+        return self.attn_drop.p if drops else 0.0
 
     def _leave(self: Any, out: Tensor) -> Tensor:
         """The output projection of ``[B, N, H * d]``."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attention_modules.swap import restore_attention, swap_attention
-from tests.attention_modules.hosts.cases import decoder, gpt2, hugging_face
+from tests.attention_modules.hosts.cases import HOSTS, decoder, gpt2, hugging_face
 
 CAUSAL_BUILDS = {"llama": decoder("Llama", num_hidden_layers=2), "gpt2": gpt2(n_layer=2)}
 FIRST, SECOND = torch.tensor([[5, 9, 3, 8, 22]]), torch.tensor([[7, 30, 31, 2]])
@@ -57,6 +57,19 @@ def test_relative_mechanisms_take_packed_sequences(name: str, options: dict[str,
     packed, positions = torch.cat([FIRST, SECOND], 1), torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
     together = run(model, packed, position_ids=positions)
     torch.testing.assert_close(together[:, 5:], run(model, SECOND), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_BUILDS, "roberta"])
+def test_distances_over_a_gap_are_refused(family: str) -> None:
+    """Where positions go on behind padding, as of what a model makes of the mask or of its tokens."""
+    model = (HOSTS["roberta"].build if family == "roberta" else CAUSAL_BUILDS[family])().eval()
+    swap_attention(model, "dam", num_tokens=16)
+    tokens, mask = torch.tensor([[5, 9, 1, 1, 8, 22]]), torch.tensor([[1, 1, 0, 0, 1, 1]])
+    positions = {} if family == "roberta" else {"position_ids": mask.cumsum(-1) - mask}
+    with pytest.raises(ValueError, match=r"counts columns, and (these position_ids do not|this mask hides tokens)"):
+        model(tokens, attention_mask=mask, **positions)
+    order = mask.argsort(dim=1, descending=True, stable=True)  # padded behind
+    model(tokens.gather(1, order), attention_mask=mask.gather(1, order))
 
 
 def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:

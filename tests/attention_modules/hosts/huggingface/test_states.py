@@ -341,6 +341,33 @@ def test_a_cache_is_not_continued_after_an_error(cache):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("place", ["mlp", "self_attn"])
+@pytest.mark.parametrize("first", [[0, 1], [1]])
+def test_nor_after_one_between_two_layers(place, first):
+    """As of memory, or of the keyboard: the first layer has taken tokens in that the second never saw."""
+    model = llama()
+    swap_attention(model, "gated_delta", layers=first)
+    past = model(TOKENS[:, :6], past_key_values=DynamicCache()).past_key_values
+    part = model.model.layers[0].mlp if place == "mlp" else model.model.layers[1].self_attn
+
+    def fails(*args):
+        raise MemoryError
+
+    handle = part.register_forward_pre_hook(fails)
+    with pytest.raises(MemoryError):
+        model(TOKENS[:, 6:8], past_key_values=past)
+    handle.remove()
+    for again in (past, past):
+        with pytest.raises(
+            RuntimeError, match=r"ended in an error in layer 1, .*: start with an empty cache, or reset"
+        ):
+            model(TOKENS[:, 6:7], past_key_values=again)
+    past.reset()
+    whole = model(TOKENS, use_cache=False).logits
+    torch.testing.assert_close(model(TOKENS, past_key_values=past).logits, whole, atol=EXACT, rtol=EXACT)
+
+
+@torch.no_grad()
 def test_caches_of_other_layers_are_refused():
     model = llama()
     kept = model(TOKENS, past_key_values=DynamicCache()).past_key_values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -90,6 +92,22 @@ def test_dropout_is_handed_to_the_mechanism_in_training_only() -> None:
     model.train()(features())
     model.eval()(features())
     assert seen == [0.25, 0.0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_dropout_that_was_set_apart_acts_as_in_the_plain_layer(fused: bool) -> None:
+    """As for Monte Carlo dropout: the module drops out by its own mode, a fused kernel by the layer's."""
+    for whole, part in ((True, False), (False, True)):
+        layer = attention.Attention(DIM, HEADS, attn_drop=0.5).train(whole)
+        layer.fused_attn = fused
+        layer.attn_drop.train(part)
+        plain = copy.deepcopy(layer)
+        swap_attention(layer, "softmax")
+        found = []
+        for each in (plain, layer):
+            torch.manual_seed(0)
+            found.append(each(features()))
+        torch.testing.assert_close(*found)
 
 
 def test_rope_makes_symmetric_logits_of_rotated_keys() -> None:
