@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, is_dataclass
 from functools import partial
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -18,7 +16,6 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks import (
@@ -34,6 +31,16 @@ from lightning_tasks.callbacks import (
 from lightning_tasks.callbacks.base import held_parameters, kinds_of
 from lightning_tasks.callbacks.monitoring.names import to_numbers
 from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
+from lightning_tasks.integrations.passes import (
+    Gradients,
+    closure_of,
+    gradients_of,
+    has_numbers,
+    have_changed,
+    is_probe,
+    steps_by_scaler,
+    tensors_of,
+)
 
 Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
@@ -161,7 +168,7 @@ class Loop:
         self._in_batch = self._went_back = self._in_backward = self._in_step = False
         self._backward_passes = 0
         self._since_step = defaultdict[int, int](int)  # of those, how many reached an optimizer since its last step
-        self._gradients: dict[int, list[tuple[Tensor | None, int]]] = {}  # of optimizers, as this backward pass began
+        self._gradients: dict[int, Gradients] = {}  # of optimizers, as this backward pass began
         self._seen = defaultdict[int, int](int)  # of all, how many before an optimizer's last step
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._steps = 0  # of them, in all
@@ -247,12 +254,12 @@ class Loop:
             # Here, as functional_call puts others in the place of Parameters while the model runs.
             trained = [each for each in model.parameters() if each.requires_grad] if self._acts else []
             nodes = [get_gradient_edge(each).node for each in trained]
-            for each in _tensors(output):
+            for each in tensors_of(output):
                 if each.grad_fn is not None:  # hooks of what outlives the pass, as a Parameter, would pile up
                     each.register_hook(partial(self._begin_backward, nodes))
 
     def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
-        if self._in_backward or not self._in_batch or _is_probe(nodes):
+        if self._in_backward or not self._in_batch or is_probe(nodes):
             return
         self._in_backward = True
         self._backward_passes += 1
@@ -261,7 +268,7 @@ class Loop:
             self._since_step[id(optimizer)] = 0
             for each in (each for each in self.callbacks if isinstance(each, QKClip)):
                 each.forget_earlier(optimizer)
-        self._gradients = {id(each): _gradients(each) for each in self.optimizers} if self._acts else {}
+        self._gradients = {id(each): gradients_of(each) for each in self.optimizers} if self._acts else {}
         self._call("on_before_backward", gradient)
         # Queued once more at the end: by then DistributedDataParallel has queued its own, which joins the gradients.
         at_end = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
@@ -273,7 +280,7 @@ class Loop:
         if not self._acts:
             return
         # Where no gradient changes, as in FSDP2's passes that are not synchronized, they are kept elsewhere.
-        reached = [each for each in self.optimizers if _have_changed(self._gradients[id(each)], _gradients(each))]
+        reached = [each for each in self.optimizers if have_changed(self._gradients[id(each)], gradients_of(each))]
         reached, self._gradients = reached or self.optimizers, {}
         for optimizer in reached:
             self._since_step[id(optimizer)] += 1
@@ -285,10 +292,10 @@ class Loop:
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether some are left of earlier backward passes; else their step was taken, or given up."""
-        left = [each for each, _ in _gradients(optimizer) if each is not None]
+        left = [each for each, _ in gradients_of(optimizer) if each is not None]
         # To look for zeros waits for the device; where more passes would follow than a step has, it matters.
         few = self._since_step[id(optimizer)] < self.accumulate_grad_batches
-        return any(few or _has_numbers(each) for each in left)
+        return any(few or has_numbers(each) for each in left)
 
     def _before_step(self, optimizer: Optimizer, *arguments: Any) -> None:
         if not self._trains(optimizer):
@@ -298,7 +305,7 @@ class Loop:
             self._in_backward = False
         self._in_step = True
         self._steps += 1
-        if self._seen[id(optimizer)] == self._backward_passes and not _closure_of(*arguments):
+        if self._seen[id(optimizer)] == self._backward_passes and not closure_of(*arguments):
             self._refuse_unseen(optimizer)
         self._seen[id(optimizer)] = self._backward_passes
         if self._adds:
@@ -325,7 +332,7 @@ class Loop:
         names = ", ".join(type(each).__name__ for each in self.callbacks if isinstance(each, _ACT))
         own = {id(each) for each in self.model.parameters()}
         held = (each.grad for group in optimizer.param_groups for each in group["params"] if id(each) in own)
-        if names and any(gradient is not None and _has_numbers(gradient) for gradient in held):
+        if names and any(gradient is not None and has_numbers(gradient) for gradient in held):
             raise ValueError(
                 f"{names} saw nothing of this step: no backward() came from an output of the model. Call the model "
                 "itself (not its parts, nor through torch.func), in training mode, have it return tensors, and "
@@ -345,7 +352,7 @@ class Loop:
                 f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
                 f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
             )
-        if self.precision_plugin.scaler is None and _steps_by_scaler():
+        if self.precision_plugin.scaler is None and steps_by_scaler():
             raise ValueError(
                 "a GradScaler makes this step, and what callbacks add to gradients must be scaled as the loss: give "
                 "scaler=, the same one"
@@ -400,62 +407,6 @@ def _unwrapped(optimizers: Sequence[Optimizer], scaler: Any) -> tuple[list[Optim
             scaler, each = getattr(each, "scaler", None) if scaler is None else scaler, inner
         found.append(each)
     return found, scaler
-
-
-def _gradients(optimizer: Optimizer) -> list[tuple[Tensor | None, int]]:
-    """Of what an optimizer holds, each with how often it was written."""
-    held = [each.grad for each in held_parameters([optimizer]).values()]
-    return [(each, 0 if each is None else getattr(each, "_local_tensor", each)._version) for each in held]
-
-
-def _have_changed(before: Sequence[tuple[Tensor | None, int]], now: Sequence[tuple[Tensor | None, int]]) -> bool:
-    return any(old is not new or written != then for (old, then), (new, written) in zip(before, now, strict=True))
-
-
-def _has_numbers(gradient: Tensor) -> bool:
-    """Whether a gradient is anywhere not 0, which waits for its device."""
-    return bool(((gradient.coalesce().values() if gradient.is_sparse else gradient) != 0).any())
-
-
-def _steps_by_scaler() -> bool:
-    """Whether the caller was called by a `GradScaler`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    return frame is not None and frame.f_locals["self"].is_enabled()
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(list(output.values()) if isinstance(output, Mapping) else output)
-    held = [getattr(each, field.name) for each in leaves if is_dataclass(each) for field in fields(each)]
-    return [each for each in (*leaves, *tree_leaves(held)) if isinstance(each, Tensor)]
-
-
-def _closure_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """What a step is given to compute the gradients itself; the first argument is the optimizer."""
-    return keywords.get("closure", arguments[1] if len(arguments) > 1 else None)
-
-
-def _is_probe(nodes: Sequence[Any]) -> bool:
-    """Whether the backward pass that runs is of torch.autograd.grad(): it leaves out the Parameters that it reaches.
-
-    Those within reentrant checkpoints and of sharded modules it does not reach, and then it is none.
-    """
-    try:
-        if any(map(torch._C._will_engine_execute_node, nodes)):  # type: ignore[attr-defined]
-            return False
-    except RuntimeError:  # it was asked for a Parameter's gradient
-        return True
-    sought, waiting = set(nodes), [torch._C._current_autograd_node()]  # type: ignore[attr-defined]
-    seen = {*waiting}
-    while waiting and sought:
-        node = waiting.pop()
-        if node in sought:
-            return True
-        inner = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - seen
-        seen |= inner
-        waiting += inner
-    return False
 
 
 def watch(
