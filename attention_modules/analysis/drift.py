@@ -121,8 +121,8 @@ def swap_drift(
             plain layers, and in swapped ones, of which all may be, their own mechanism.
         mechanism, where, layers, exclude, mechanism_options: as :func:`~attention_modules.swap_attention`.
         batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name; one of
-            them, or several in an iterable. Their ``attention_mask`` ``[B, N]`` says which tokens count; all tokens of
-            an encoder-decoder model do.
+            them, or several in a list or an iterator. Their ``attention_mask`` ``[B, N]`` says which tokens count; all
+            tokens of an encoder-decoder model do.
         run: ``run(model, batch)`` in place of these calls.
         logits: whether the output is logits, of which a KL divergence has a meaning; by default, where the model
             names it so.
@@ -132,7 +132,7 @@ def swap_drift(
 
     Raises:
         AttentionSwapError, ValueError, TypeError: as :func:`~attention_modules.swap_attention`.
-        ValueError: if there is no batch, or a layer is not called.
+        ValueError: if there is no batch, it is a tuple that may be one or several, or a layer is not called.
         TypeError: if no output is found in what the model returns.
 
     Example:
@@ -235,6 +235,11 @@ def _swapped_alone(
 
 
 def _several(batches: Any) -> Iterable[Any]:
+    if isinstance(batches, tuple) and len(batches) > 1 and not any(isinstance(each, Mapping) for each in batches):
+        raise ValueError(
+            f"batches is a tuple of {len(batches)}, which may be the arguments of one call or as many batches: give "
+            "[batches] or list(batches)"
+        )
     return [batches] if isinstance(batches, (Tensor, Mapping)) else batches
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from .decoding import open_image
 from .hub import count_rows
+from .repeated import Again
 
 MODES = {1: "L", 3: "RGB"}
 
@@ -272,7 +273,8 @@ class ImageDataset(Dataset):
             self._damaged[index] = True
             return None
         if epoch is not None:
-            seed = hash((self.seed, epoch, index)) % 2**32  # of integers: the same in every process
+            again = (index.repeat,) if isinstance(index, Again) else ()
+            seed = hash((self.seed, epoch, index, *again)) % 2**32  # of integers: the same in every process
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002 - timm's transforms draw from the global state
             torch.default_generator.manual_seed(seed)

@@ -8,12 +8,28 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from torch.utils.data import DistributedSampler
 
 
+class Again(int):
+    """The place of a sample that comes once more, and its number among these; the first is an int."""
+
+    repeat: int
+
+    def __new__(cls, index: int, repeat: int) -> "Again":
+        """As an int, which pickles and counts as one."""
+        made = super().__new__(cls, index)
+        made.repeat = repeat
+        return made
+
+    def __reduce__(self) -> tuple[type["Again"], tuple[int, int]]:
+        return Again, (int(self), self.repeat)
+
+
 class RepeatedAugmentation(RepeatAugSampler, DistributedSampler):
     """timm's order of repeated augmentation, of the seed of `seed_everything`; for one process too.
 
     Each image comes `repeats` times in a row, over processes in turn, and an epoch ends after as many images as there
     are: with three repeats it shows a third of them (Hoffer et al., CVPR 2020; as DeiT trains). Lightning leaves
-    a `DistributedSampler` as it is.
+    a `DistributedSampler` as it is. Places of samples that come again are :class:`Again`, by which
+    :class:`ImageDataset` draws for each time anew.
 
     Args:
         samples: what is put in order.
@@ -35,6 +51,8 @@ class RepeatedAugmentation(RepeatAugSampler, DistributedSampler):
     def __iter__(self) -> Iterator[int]:
         epoch, self.epoch = self.epoch, self.seed + self.epoch  # by which timm seeds the order
         try:
-            return RepeatAugSampler.__iter__(self)
+            order = [*RepeatAugSampler.__iter__(self)]
         finally:
             self.epoch = epoch
+        times = ((self.rank + place * self.num_replicas) % self.num_repeats for place in range(len(order)))
+        return iter([Again(index, time) if time else index for index, time in zip(order, times, strict=True)])

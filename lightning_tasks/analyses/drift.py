@@ -89,9 +89,8 @@ def _rows(
     try:
         with torch.random.fork_rng(devices=[]), eager():
             torch.manual_seed(options.seed)
-            drift = swap_drift(
-                subject.model, mechanism, values.split(_BATCH), where=list(layers), run=run, logits=logits, **given
-            )
+            batches = list(values.split(_BATCH))
+            drift = swap_drift(subject.model, mechanism, batches, where=list(layers), run=run, logits=logits, **given)
     except (TypeError, ValueError) as error:
         raise UsageError(f"--mechanism {mechanism}: {error}") from error
     return rows_of(mechanism, options.options or "", drift)

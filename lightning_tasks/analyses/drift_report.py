@@ -77,7 +77,7 @@ def summary(rows: Sequence[Row], head: str) -> str:
         head,
         "",
         "Relative error: ‖after - before‖ / ‖before‖, of a layer's output on the input that it had before, and of the",
-        "model's output. Entropy in nats, of softmax of the logits.",
+        "model's output. Entropy in nats, of the map that acts.",
     ]
     for mechanism, found in _by_mechanism(rows).items():
         lines += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -127,10 +127,25 @@ def load_subject(
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))
         return Subject(model, lambda x: (x - mean.to(x)) / std.to(x), _img_size(model), None)
     if getattr(model, "main_input_name", None) == "pixel_values":
-        return Subject(model, lambda x: (x - 0.5) / 0.5, int(model.config.image_size), None)
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in _of_processor(name))
+        return Subject(model, lambda x: (x - mean.to(x)) / std.to(x), int(model.config.image_size), None)
     if token_embedding(model) is None:
         raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor images, as far as can be told")
     return Subject(model, _as_they_are, None, position_limit(model if task is None else task))
+
+
+def _of_processor(name: str) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation by which the processor of a Hugging Face model normalizes; 0.5 where it has none."""
+    from transformers.image_processing_utils import BaseImageProcessor
+
+    said: dict[str, Any] = {}
+    if "/" in name or Path(name).is_dir():  # else a type of models, which has no processor
+        with suppress(OSError, ValueError):
+            said, _ = BaseImageProcessor.get_image_processor_dict(name)
+    if said.get("do_normalize") is False:
+        return [0.0], [1.0]
+    mean, std = said.get("image_mean") or 0.5, said.get("image_std") or 0.5
+    return [*mean] if isinstance(mean, Sequence) else [mean], [*std] if isinstance(std, Sequence) else [std]
 
 
 def load_model(

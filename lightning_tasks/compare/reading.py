@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def read_comparison(folder: Path) -> Read:
     if not results:
         runs = [Run(config, seed, folder, merge_epochs(rows)) for (config, seed), rows in table.items()]
         return Read(runs, _read_summary(folder) or _summary(table, record), notes, [_origin(folder, record)])
-    runs = [_run_of_cell(key, place, result["rows"]) for key, (place, result) in results.items()]
+    runs = [_run_of_cell(key, *found) for key, found in results.items()]
     summary = _summary({key: result["rows"] for key, (_, result) in results.items()}, record)
     return Read(runs, summary, notes, [_origin(folder, record)])
 
@@ -160,15 +160,20 @@ def _summary(logged: dict[Place, Rows], record: Record) -> list[SummaryRow]:
     return summarize(with_stops(rows), configs, record.metrics, record.references, record.endpoints)
 
 
-def _run_of_cell(cell: Place, folder: Path, rows: Rows) -> Run:
+def _run_of_cell(cell: Place, folder: Path, result: Mapping[str, Any]) -> Run:
     config, seed = cell
-    logs = sorted(log.parent for log in folder.glob(f"runs/**/{LOG}"))
+    rows = merge_epochs(result["rows"])
+    logs = sorted((log.parent for log in folder.glob(f"runs/**/{LOG}")), key=lambda log: (len(log.name), log))
     if not logs:
-        return Run(config, seed, folder, merge_epochs(rows))
-    place = logs[0]  # that of the fit; a test of the kept checkpoint may have added others
-    refuse_foreign(place / LOG, folder)
-    shown = [*merge_epochs(rows), *read_head_rows(place)]
-    return Run(config, seed, place, shown, read_run_settings(place), read_robustness(place))
+        return Run(config, seed, folder, rows)
+    # The fit ended in this one; before it are those that a kill ended, and behind it tests of the kept checkpoint.
+    last = next((at for at, log in enumerate(logs) if log == folder / str(result.get("log"))), 0)
+    heads = {}
+    for log in logs[: last + 1]:
+        refuse_foreign(log / LOG, folder)
+        heads.update({(row["step"], row["metric"]): row for row in read_head_rows(log)})
+    place = logs[last]
+    return Run(config, seed, place, [*rows, *heads.values()], read_run_settings(place), read_robustness(place))
 
 
 def _read_results(folder: Path) -> dict[Place, tuple[Path, dict[str, Any]]]:

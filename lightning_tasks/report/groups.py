@@ -142,7 +142,7 @@ def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
     """The runs of a configuration with their seeds; of a seed that is there twice, the one that got furthest.
 
     Of several that got as far it is the newest. A run beside others that does not say its seed is no seed, but a
-    configuration of its own, which has the name of its folder.
+    configuration of its own, which has the name of its folder (:func:`distinct_names`).
 
     Returns:
         The runs under this name, and sentences about what was left out or is not known.
@@ -162,7 +162,11 @@ def one_a_seed(name: str, group: Sequence[Run]) -> tuple[list[Run], list[str]]:
                 f"of those the newest); left out: {', '.join(left_out)}"
             )
     alone = len(group) == 1
-    runs += [replace(run, config=name if alone else f"{name}, {run.folder.name}", seed=0) for run in unknown]
+    apart = distinct_names([run.folder for run in unknown])
+    runs += [
+        replace(run, config=name if alone else f"{name}, {own}", seed=0)
+        for run, own in zip(unknown, apart, strict=True)
+    ]
     notes += [f"{run.config}: {run.folder / LOG} holds no number" for run in runs if not run.rows]
     if unknown and len(group) > 1:
         notes.append(f"{name}: {len(unknown)} of its runs do not say their seed, and stand apart: they are no seeds")

@@ -1,6 +1,7 @@
 """Digits, CIFAR-10 in each of its layouts, ImageNet in both of its."""
 
 import io
+import itertools
 import pickle
 import tarfile
 
@@ -9,7 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule, RepeatedAugmentation
+from attnswap.datamodules import (
+    CIFAR10DataModule,
+    DigitsDataModule,
+    ImageNetDataModule,
+    RepeatedAugmentation,
+    ResumableLoader,
+)
 from attnswap.datamodules.cifar10 import parse_python
 from attnswap.datamodules.imagenet import check_wnids
 from attnswap.datamodules.shared.images import ArrayImages
@@ -408,6 +415,21 @@ def test_repeated_augmentation_is_timms_order_of_the_seed(monkeypatch):
         whole = [index for step in zip(*parts, strict=True) for index in step]
         assert len(whole) == len(order) * processes == 768
         assert set(map(whole.count, whole[:600])) == {3}
+
+
+@pytest.mark.parametrize(("processes", "workers"), [(1, 0), (1, 2), (2, 0)])
+def test_repeated_images_are_augmented_in_other_ways(folders, processes, workers):
+    data = imagenet(folders).train_dataloader().dataset
+    seen = {}
+    for process in range(processes):
+        order = RepeatedAugmentation(data, 3, processes, process)
+        loader = ResumableLoader(data, batch_size=2, sampler=order, num_workers=workers, collate_fn=list)
+        items = [item for batch in loader for item in batch]
+        for index, (image, _) in zip(order, items, strict=True):
+            seen.setdefault(int(index), []).append(image)
+    pairs = [pair for images in seen.values() for pair in itertools.combinations(images, 2)]
+    assert pairs
+    assert not any(torch.equal(*pair) for pair in pairs)
 
 
 def test_repeats_of_imagenet(folders):

@@ -14,10 +14,10 @@ from attention_modules import AttentionSpec
 from attention_modules.mechanism import build_mechanism, mechanism_class
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes.variants import find_named
+from lightning_tasks.runs.divergence import is_loss
 from lightning_tasks.runs.safe_files import written_whole
 
 _SPEC = AttentionSpec(64, 4, 16, num_tokens=16)
-_MINIMIZED = ("loss", "perplexity")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +92,7 @@ def sweep_of(recipe: str, mechanism: str, metric: str | None, seeds: int) -> dic
     parameters: dict[str, Any] = {f"model.options.{name}": {"values": each} for name, each in values.items()}
     parameters["seed_everything"] = {"values": list(range(seeds))}
     command = ["${program}", "fit", recipe, "--trainer", "logger/wandb", "--model.mechanism", mechanism, "${args}"]
-    goal = "minimize" if chosen.rpartition("/")[2] in _MINIMIZED else "maximize"
+    goal = "minimize" if is_loss(chosen) or chosen.endswith("error") else "maximize"
     return {
         "program": "attnswap",
         "command": command,

@@ -115,6 +115,11 @@ def test_hidden_tokens_do_not_count():
     for one, other in zip(whole.layers, cut.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
         assert one.output.cosine == pytest.approx(other.output.cosine, rel=1e-3)
+    arguments = tuple(padded.values())
+    for batches in ([arguments], iter([arguments])):
+        assert swap_drift(model, "symmetric", batches).layers == whole.layers
+    with pytest.raises(ValueError, match=r"is a tuple of 2, .*: give \[batches\] or list\(batches\)"):
+        swap_drift(model, "symmetric", arguments)
 
 
 def test_the_mask_counts_by_place_too_and_not_in_an_encoder_decoder():

@@ -10,13 +10,24 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import BertModel, GPT2Config
+from transformers import BertModel, DeiTConfig, DeiTModel, GPT2Config, ViTImageProcessor
 
 from attention_modules.analysis import compare_values, kernel_pca, projection_loss
 from lightning_tasks.__main__ import main
 from lightning_tasks.analyses.kernel_pca import observe, refuse_other_maps
 from lightning_tasks.analyses.made_by import read_made_by
 from lightning_tasks.analyses.subjects import load_subject, with_mechanism
+
+
+def test_images_are_normalized_as_the_processor_of_a_model_does(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    DeiTModel(DeiTConfig(**sizes, image_size=16, patch_size=8)).save_pretrained(tmp_path)
+    images, half = torch.rand(2, 3, 16, 16), torch.full((3, 1, 1), 0.5)
+    torch.testing.assert_close(load_subject(str(tmp_path)).prepare(images), (images - half) / half)
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    ViTImageProcessor(image_mean=mean, image_std=std).save_pretrained(tmp_path)
+    expected = (images - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+    torch.testing.assert_close(load_subject(str(tmp_path)).prepare(images), expected)
 
 
 def analyze(output, *arguments):

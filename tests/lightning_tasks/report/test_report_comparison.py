@@ -4,6 +4,7 @@ import json
 import re
 
 from lightning_tasks.compare.formats import write_summary
+from lightning_tasks.compare.reading import read_comparison
 from lightning_tasks.compare.summary import SummaryRow, summarize
 from lightning_tasks.compare.tables import write_results
 from lightning_tasks.report.svg import curves_svg, forest_svg
@@ -48,6 +49,22 @@ def test_a_cell_that_was_run_anew_is_shown_and_not_the_table(tmp_path):
     folder = comparison(tmp_path / "out", VALUES, {key: value + 7 for key, value in VALUES.items()})
     _, found = report(tmp_path, folder)
     assert "val/loss 2 ± 1.4 (2) 3.25 ± 1.8 (2)" in found.rows
+
+
+def test_of_a_cell_that_was_killed_the_run_is_shown_in_which_it_ended(tmp_path):
+    folder = comparison(tmp_path / "out", VALUES, VALUES)
+    cell = folder / "cells" / "rpc" / "seed_0"
+    logs = [cell / "runs" / "recipe" / f"version_{number}" for number in (2, 10, 11)]
+    for step, log in enumerate(logs):  # the last one is of a later test
+        log.mkdir(parents=True)
+        (log / "metrics.csv").write_text("step,val/loss\n5,2.0\n")
+        (log / "attention_heads.csv").write_text(f"step,name,layer,head_00\n{step},attention/entropy,0,{step}.5\n")
+    result = json.loads((cell / "result.json").read_text())
+    for named, place, steps in (({"log": "runs/recipe/version_10"}, logs[1], [0, 1]), ({}, logs[0], [0])):
+        (cell / "result.json").write_text(json.dumps({**result, **named}))
+        run = next(each for each in read_comparison(folder).runs if (each.config, each.seed) == ("rpc", 0))
+        assert run.folder == place
+        assert [row["step"] for row in run.rows if "head" in row["metric"]] == steps
 
 
 def test_configurations_stand_in_the_order_of_the_table_and_seeds_by_number(tmp_path):

@@ -66,6 +66,13 @@ def test_runs_that_do_not_say_their_seed_are_named(tmp_path):
     assert "val/loss 3 2 4" in found.rows
 
 
+def test_runs_of_one_name_in_other_folders_stand_apart(tmp_path):
+    folders = [run_folder(tmp_path / day / "a" / "version_0", None, n) for n, day in enumerate(("monday", "tuesday"))]
+    _, found = report(tmp_path, *folders)
+    assert f"metric a, {folders[0].resolve()} a, {folders[1].resolve()}" in found.rows
+    assert "val/loss 2 3" in found.rows
+
+
 def test_runs_of_unlike_length_are_named(tmp_path):
     folders = [run_folder(tmp_path / "a" / f"version_{seed}", seed) for seed in (0, 1, 2)]
     log = folders[1] / "metrics.csv"

@@ -34,6 +34,11 @@ def test_each_run_of_the_sweep_is_one_that_the_command_accepts(capsys):
         check_arguments(named_recipe([*content["command"][1:place], *given]))
 
 
+@pytest.mark.parametrize("metric", ["val/loss", "val_loss", "train/loss_epoch", "val/calibration_error"])
+def test_what_is_best_where_it_is_smallest_is_minimized(metric):
+    assert sweep("--mechanism", "rpc", "--metric", metric)["metric"] == {"name": metric, "goal": "minimize"}
+
+
 def test_values_are_those_that_a_mechanism_accepts():
     found = {name: option_values(name) for name in available_mechanisms()}
     assert found["entmax"] == {"alpha": [1.0, 1.5, 2.0]}  # and no other
