@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -564,10 +565,13 @@ class _AllOrNothing:
                 module.__class__ = cls
                 module.__dict__.clear()
                 for key, (value, content) in state.items():
-                    module.__dict__[key] = value
-                    if content is not None:  # the same dict, to which handles of the user's hooks refer
+                    if type(value) in _PLAIN:  # the same, as handles of the user's hooks refer to it
                         value.clear()
                         value.update(content)
+                    module.__dict__[key] = value if content is None or type(value) in _PLAIN else content
+
+
+_PLAIN = (dict, OrderedDict, set)
 
 
 def _content(value: Any) -> Any:

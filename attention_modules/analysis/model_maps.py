@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 import sys
@@ -165,17 +164,9 @@ def _record(model: nn.Module, inputs: Inputs) -> Record:
     if found.layers and not found.others and not any(isinstance(layer.host, SDPAHost) for layer in found.layers):
         return Record()
     try:
-        return record_of(model, _copied(inputs))
+        return record_of(model, inputs)
     except AttentionSwapError:
         return Record()
-
-
-def _copied(inputs: Inputs) -> Inputs:
-    """A copy, as a pass adds to a cache that it is given; where there can be none, the same."""
-    try:
-        return copy.deepcopy(inputs)
-    except Exception:  # whatever an object of somebody's own raises
-        return inputs
 
 
 def _names(model: nn.Module, layers: Layers | None) -> list[str]:

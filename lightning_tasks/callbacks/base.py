@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import lightning.pytorch as pl
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 try:
     from pytorch_lightning import Callback as _StandaloneCallback
@@ -98,6 +98,20 @@ def refuse_flat_shards(trainer: pl.Trainer, what: str) -> None:
             f"{what} here: with tensor_parallel_size={processes} a process has some heads only; set it to 1 (FSDP2), "
             "or use DDP"
         )
+
+
+def refuse_line_search(trainer: pl.Trainer, name: str) -> None:
+    """Refuse LBFGS with a line search: it compares losses, and a callback's penalty is in their gradients alone.
+
+    Raises:
+        ValueError: if an optimizer of the trainer is one.
+    """
+    for group in (group for each in trainer.optimizers if isinstance(each, LBFGS) for group in each.param_groups):
+        if group["line_search_fn"] is not None:
+            raise ValueError(
+                f"{name}: LBFGS with line_search_fn={group['line_search_fn']!r} compares losses, which do not hold "
+                "what this callback adds to their gradients: set line_search_fn=None, or take another optimizer"
+            )
 
 
 def unfreezes_later(trainer: pl.Trainer) -> bool:

@@ -20,6 +20,7 @@ from lightning_tasks.callbacks.base import (
     Where,
     held_parameters,
     refuse_flat_shards,
+    refuse_line_search,
     reshard,
     unfreezes_later,
     whole,
@@ -125,6 +126,8 @@ class LocAteR(Callback):
         self._choose(trainer, pl_module)  # refused here, before anything is written
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.trains:
+            refuse_line_search(trainer, "LocAteR")
         # Again: since on_fit_start the module may have frozen weights, and a strategy loaded the checkpoint.
         reshard(pl_module)
         self._choose(trainer, pl_module)

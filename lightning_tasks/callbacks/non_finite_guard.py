@@ -9,7 +9,7 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
@@ -132,6 +132,13 @@ class NonFiniteGuard(Callback):
             raise ValueError("NonFiniteGuard: DeepSpeed keeps gradients in its own buffers; use DDP, or no guard")
         self.skipped = self._in_a_row = 0
         self._reset()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.action == "skip" and any(isinstance(each, LBFGS) for each in trainer.optimizers):
+            raise ValueError(
+                "NonFiniteGuard cannot skip a step of LBFGS, which has moved the weights before it computes the loss "
+                "again: give action='stop'"
+            )
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._first_of_epoch = None

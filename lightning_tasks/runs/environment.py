@@ -87,13 +87,21 @@ def commit_of(file: Path) -> Code:
         return "", False, ""
 
 
+def _content(path: Path) -> bytes:
+    """What a file holds; nothing of what is none, such as a link to nowhere."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def _changes(root: Path) -> str:
     """A digest of changed and of new files in the packages; "" of none."""
     changed = _git(root, "diff", "HEAD", "--", *_PACKAGES)
     new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_PACKAGES).split("\0")
     contents = [
         changed.encode(),
-        *(part for name in filter(None, new) for part in (name.encode(), (root / name).read_bytes())),
+        *(part for name in filter(None, new) for part in (name.encode(), _content(root / name))),
     ]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:8] if any(contents) else ""
 

@@ -40,7 +40,7 @@ def _keeps_distances(positions: Tensor, hidden: Tensor | None) -> Tensor:
     """Whether a token is as far from the last that is seen as their columns are, or begins a sequence."""
     columns = torch.arange(positions.shape[-1], device=positions.device)
     seen = torch.ones_like(positions, dtype=torch.bool) if hidden is None else ~hidden
-    apart = (positions - columns).expand(seen.shape)
+    apart, seen = torch.broadcast_tensors(positions - columns, seen)
     last = torch.where(seen, columns, -1).cummax(-1).values[..., :-1]
     step = apart[..., 1:] - apart.gather(-1, last.clamp(min=0))
     right = (step == 0) | (last < 0) | (positions[..., 1:] == 0)
@@ -66,14 +66,6 @@ def check_sequences(module: Any, mask: Tensor | None, positions: Tensor | None, 
     if positions is not None:
         known = seen is not None and seen.shape[-1] == positions.shape[-1]
         check_positions(name, positions, ~seen.flatten(1, -2).any(1) if known else None, by_distance)  # type: ignore[union-attr]
-    if seen is None:
-        return
-    if by_distance:
-        if positions is None and window is None:  # which a model may have made of the mask
-            shown = seen.flatten(1, -2).any(1)
-            between = shown.cummax(-1).values & shown.flip(-1).cummax(-1).values.flip(-1)
-            require(
-                (shown | ~between).all(), f"{name} counts columns, and this mask hides tokens between others: {_CURE}"
-            )
+    if seen is None or by_distance:
         return
     check_columns(name, seen, positions is not None or window is not None)  # else what is seen alone may be counted

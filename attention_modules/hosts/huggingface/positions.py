@@ -36,13 +36,22 @@ def _takes_positions(kind: Any) -> bool:
     return model and "position_ids" in inspect.signature(kind.forward).parameters
 
 
+def _makes_positions(model: nn.Module) -> bool:
+    """Whether the model makes positions of its tokens or of the mask, as RoBERTa and OPT do, and not of columns."""
+    kinds = {type(part) for part in model.modules() if "Embedding" in type(part).__name__}
+    made = "create_position_ids_from_input_ids"
+    return any(hasattr(kind, made) or "attention_mask" in inspect.signature(kind.forward).parameters for kind in kinds)
+
+
 def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False)) | kwargs
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     pasts = [given[name] for name in CACHES if hasattr(given.get(name), "get_seq_length")]
     if any(past.get_seq_length() for past in pasts):  # the layer refuses a part of the sequence, and names the cure
         return
+    name, by_distance = module.__dict__[_COUNTS]
+    if positions is None and by_distance and isinstance(mask, Tensor) and mask.dim() == 2 and _makes_positions(module):
+        positions = mask.long().cumsum(-1) - mask.long()
     if isinstance(positions, Tensor):
-        name, by_distance = module.__dict__[_COUNTS]
         hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else None
         check_positions(name, positions, hidden, by_distance)

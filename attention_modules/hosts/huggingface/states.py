@@ -63,10 +63,13 @@ def state_layer(cache: Any, module: Any) -> Any:
 
 
 def _counted(layer: Any) -> int | None:
-    """How many tokens a growing layer of a cache has counted, also those of a call that has come to it."""
+    """How many tokens a growing layer of a cache has counted, also those of a call that has come to it.
+
+    Keys are not counted, as some may have been taken out again.
+    """
     if type(layer).__name__.removeprefix("State") not in _KINDS[:2]:
         return None
-    return layer.cumulative_length if hasattr(layer, "cumulative_length") else layer.get_seq_length()
+    return getattr(layer, "cumulative_length", None)
 
 
 def _name(module: Any) -> str:

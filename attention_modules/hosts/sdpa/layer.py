@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import CodeType
 from typing import Any, ClassVar
 
 import torch
@@ -82,15 +84,20 @@ def _acted_already() -> bool:
 
 def _runs_again() -> bool:
     """Whether a checkpoint or an autograd.Function stands between the layer's forward and its call."""
+    functions = set() if torch.is_grad_enabled() else _forwards(torch.autograd.Function)  # which run without gradients
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code is not _Acting.run.__code__:
-        first = frame.f_code.co_varnames[:1] if frame.f_code.co_name == "forward" else ()
-        if frame.f_code.co_filename == _CHECKPOINT or (
-            first and isinstance(frame.f_locals.get(first[0]), torch.autograd.function.FunctionCtx)
-        ):
+        if frame.f_code.co_filename == _CHECKPOINT or frame.f_code in functions:
             return True
         frame = frame.f_back
     return False
+
+
+def _forwards(kind: Any) -> set[CodeType]:
+    """The code of the forwards of all classes that are derived from one."""
+    derived: list[Any] = kind.__subclasses__()
+    own = (getattr(inspect.unwrap(each.forward), "__code__", None) for each in derived)
+    return {code for code in own if code is not None}.union(*map(_forwards, derived))
 
 
 class SwappedSDPA(Swapped):

@@ -93,7 +93,7 @@ def recorded(model: nn.Module, example: Any) -> Record:
     for module in twin.modules():
         module.register_forward_pre_hook(_entering(recorder), with_kwargs=True)
         module.register_forward_hook(_leaving(recorder), always_call=True)
-    args, kwargs = found.example or ((), {})
+    args, kwargs = copied(found.example or ((), {}))
     devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=sorted(devices)), recorder:
         twin(*args, **kwargs)
@@ -129,6 +129,14 @@ def own_record(model: nn.Module) -> Record | None:
         return None if example is None else record_of(model, example)
     except AttentionSwapError:
         return None
+
+
+def copied(inputs: Any) -> Any:
+    """A copy, as a pass adds to a cache that it is given; where there can be none, the same."""
+    try:
+        return copy.deepcopy(inputs)
+    except Exception:  # whatever an object of somebody's own raises
+        return inputs
 
 
 def arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

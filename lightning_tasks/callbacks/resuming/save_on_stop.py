@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks.callbacks.base import Callback, kinds_of
@@ -22,7 +23,7 @@ class SaveOnStop(Callback):
     lies beside those of the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and
     step. Without such a callback nothing is saved. On several processes neither, as they may be told at different
     steps: the process that is told ends at once, and with it the others. With manual optimization a step ends with its
-    batch.
+    batch. A file that is saved in a validation between the batches of a step lacks their gradients: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -61,6 +62,14 @@ class SaveOnStop(Callback):
         if self._told:
             connector.received_sigterm = not (within and pl_module.automatic_optimization)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have a validation end at once, also between the batches of a step."""
+        trainer._signal_connector.received_sigterm |= self._told
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have the signal seen, also where something else ends the epoch between the batches of a step."""
+        trainer._signal_connector.received_sigterm |= self._told
+
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where the exception is that of SIGTERM."""
         callback = trainer.checkpoint_callback
@@ -73,6 +82,11 @@ class SaveOnStop(Callback):
             for each in trainer.callbacks:  # type: ignore[attr-defined]  # not declared there
                 if "WeightAveraging" in kinds_of(each):
                     each.on_validation_epoch_end(trainer, pl_module)
+        if pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
+            rank_zero_warn(
+                "SIGTERM came in a validation between the batches that a step accumulates: the checkpoint lacks their "
+                "gradients, so that the resumed run will differ from one that was not stopped"
+            )
         path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
         with _epoch_open(trainer):
             trainer.save_checkpoint(path)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.stabilizers.attach import attach_penalty
-from lightning_tasks.callbacks.base import Where, held_parameters, unfreezes_later
+from lightning_tasks.callbacks.base import Where, held_parameters, refuse_line_search, unfreezes_later
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 
@@ -56,6 +56,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        refuse_line_search(trainer, type(self).__name__)
         self._with.clear()
         self._without.clear()
         held = held_parameters(trainer.optimizers)

@@ -91,6 +91,7 @@ class QKClip(QueryKeyObserver):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since its last step, in this process
         self._current: list[Tensor | None] = []  # the same, in this batch
+        self._waiting: set[int] = set()  # layers that have a call in this batch whose gradient may come
         self._awaited: set[int] = set()  # layers that were looked at since their last step, in any process
         self._stepped: set[int] = set()  # those whose weights were stepped in this batch
         self._left: set[int] = set()  # those whose step began in this batch, and was not taken
@@ -161,6 +162,7 @@ class QKClip(QueryKeyObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._current = [None] * len(self._layers)
+        self._waiting.clear()
         if current_step(trainer) % self.every_n_steps == 0:
             self._open()
             self._awaited = set(range(len(self._layers)))
@@ -174,17 +176,16 @@ class QKClip(QueryKeyObserver):
             self._on_step.callback(optimizer.register_step_post_hook(after).remove)
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
-        if self._in_backward or not query.numel():
+        # Nothing trains by a call without gradients; a reentrant checkpoint calls again, in the backward pass.
+        trained = [each for each in (query, key) if each.requires_grad and torch.is_grad_enabled()]
+        if not (trained and query.numel()) or (self._in_backward and index in self._waiting):
             return
         # Reads a number: on the CPU, that waits for no device.
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):
             return
-        count = partial(self._count, index, largest_logit(query.detach(), key.detach(), **given).amax(0))
-        trained = [each for each in (query, key) if each.requires_grad and torch.is_grad_enabled()]
-        if trained:
-            trained[0].register_hook(count)
-        else:  # the first pass of a reentrant checkpoint, say
-            count()
+        self._waiting.add(index)
+        seen = largest_logit(query.detach(), key.detach(), **given).amax(0)
+        trained[0].register_hook(partial(self._count, index, seen))
 
     def _count(self, index: int, seen: Tensor, *_: Tensor) -> None:
         for held in (self._largest, self._current):

@@ -85,7 +85,14 @@ def test_another_projection_in_place_of_the_shrunk_one_is_told() -> None:
 
 
 def test_after_a_swap_that_fails_handles_of_hooks_remove_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed(dict[str, int]):
+        """As configurations of diffusers are."""
+
+        def update(self, *args: object, **kwargs: object) -> None:
+            raise TypeError
+
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+    model.sizes = Fixed(a=1)
     seen: list[object] = []
     handle = model.layers[0].register_forward_hook(lambda *args: seen.append(args))
 
@@ -98,6 +105,7 @@ def test_after_a_swap_that_fails_handles_of_hooks_remove_them(monkeypatch: pytes
     handle.remove()
     model(torch.randn(1, 5, 16))
     assert not seen
+    assert model.sizes == {"a": 1}
 
 
 def test_an_error_of_a_warning_leaves_the_model_as_it_was() -> None:

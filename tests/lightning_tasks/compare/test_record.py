@@ -334,6 +334,9 @@ def test_the_commit_is_that_of_the_checkout_that_tracks_the_code(tmp_path):
         states.append(commit_of(code))
     assert [each[:2] for each in states] == [(commit, True)] * 4
     assert len({each[2] for each in states}) == 4
+    (package / ".#code.py").symlink_to("nowhere")  # of an editor
+    assert commit_of(code)[:2] == (commit, True)
+    (package / ".#code.py").unlink()
     other.write_text("7")
     assert commit_of(code) == states[-1]
 

@@ -120,6 +120,24 @@ def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, vali
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
 
+def test_a_validation_within_a_step_ends_at_once_and_its_checkpoint_says_what_it_lacks(tmp_path, text):
+    options = {"limit_train_batches": 6, "accumulate_grad_batches": 4, "val_check_interval": 3, "limit_val_batches": 2}
+    options["num_sanity_val_steps"] = 0
+    with pytest.warns(UserWarning, match="lacks their gradients"), pytest.raises(SIGTERMException):
+        fit(tmp_path, text, SaveOnStop(), Signal(SIGTERM, 0, validating=True), **options)
+    assert [*tmp_path.glob("stopped-*-step=0.ckpt")]
+
+
+def test_a_fit_that_ends_within_a_step_sees_the_signal(tmp_path, text):
+    class Stops(pl.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 1
+
+    options = {"limit_train_batches": 6, "accumulate_grad_batches": 4}
+    with pytest.raises(SIGTERMException):
+        fit(tmp_path, text, Stops(), SaveOnStop(), Signal(SIGTERM, 0), **options)
+
+
 VALIDATIONS = {
     "interval": ({"val_check_interval": 2}, {2, 4, 6}),
     "epoch": ({}, {4}),

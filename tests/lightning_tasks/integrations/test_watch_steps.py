@@ -1,10 +1,12 @@
 """What becomes of penalties and clips when a loop scales, clips, drops, accumulates or repeats its gradients."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import attnswap
@@ -148,6 +150,31 @@ def test_a_batch_that_is_skipped_before_its_backward_pass_is_as_none(skipped, ta
                 optimizer.step()
     assert (not torch.equal(flat(model), flat(network()))) == clips
     assert flat(model).isfinite().all()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("behind", [False, True])
+def test_calls_without_gradients_are_in_no_step(reentrant, behind):
+    """As of mining or of a figure; those of a checkpoint come again with gradients, and count."""
+    found = []
+    for look, factor in ((True, 1), (False, 1), (False, 100)):
+        model = network()
+        if reentrant is not None:
+            model[1].forward = partial(checkpoint, model[1].forward, use_reentrant=reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=30.0)], optimizer=optimizer):
+            for place in (0, 1):
+                if place == 1:
+                    loss = model(inputs()[0] * factor).square().mean()
+                if look and place == behind:
+                    with torch.no_grad():
+                        model(inputs()[0] * 100)
+            loss.backward()
+            optimizer.step()
+        found.append(flat(model))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], flat(network()))
+    assert not torch.equal(found[2], flat(network()))
 
 
 @pytest.mark.parametrize("callbacks", [[], [LocAteR(0.0)]])

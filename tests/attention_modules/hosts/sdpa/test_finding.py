@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.data import DataLoader
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from attention_modules.analysis import attention_maps
@@ -350,6 +351,47 @@ def test_a_checkpoint_inside_a_layer_is_an_error_where_it_would_run_again(reentr
         assert torch.equal(layer(x), plain(x))
     with pytest.raises(RuntimeError, match="put the checkpoint around the layer"):
         layer(x)
+
+
+class Recomputed(torch.autograd.Function):
+    """As one writes it whose context is made beside its forward."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa(q, k, v)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class InFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, 2))
+        out: Tensor = Recomputed.apply(q, k, v)
+        return out.transpose(1, 2).flatten(2)
+
+
+def test_so_is_a_function_with_a_backward_of_its_own() -> None:
+    layer, x = InFunction(), torch.randn(2, 5, 16)
+    swap_attention(layer, "uniform", example=x)
+    with torch.no_grad():
+        layer(x)
+    with pytest.raises(RuntimeError, match=r"inside a checkpoint \(or an autograd.Function\)"):
+        layer(x)
+
+
+def test_a_cache_in_an_example_stays_as_it_is() -> None:
+    config = LlamaConfig(vocab_size=9, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    model, tokens = LlamaForCausalLM(config), torch.arange(3)[None]
+    with torch.no_grad():
+        cache = model(tokens, past_key_values=DynamicCache()).past_key_values
+    swap_attention(model, "sink", example={"input_ids": tokens, "past_key_values": cache})
+    assert cache.get_seq_length() == 3
 
 
 def test_what_a_call_tells() -> None:

@@ -9,6 +9,7 @@ import torch.autograd.forward_ad as forward_ad
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
+from lightning_tasks.callbacks import EntropyRegularizer, LocAteR, NonFiniteGuard
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit
 from tests.lightning_tasks.callbacks.stabilizers.probed import Probed, gradients
 from tests.lightning_tasks.callbacks.stabilizers.test_map_penalties import KINDS, WEIGHT, InLoss, entropy
@@ -257,3 +258,14 @@ def test_a_layer_that_another_optimizer_trains_is_no_error():
     with pytest.warns(UserWarning, match=r"layers\.0\.self_attn' take a gradient.*exclude="):
         trainer = fit(Alternates(), [entropy()], max_steps=2)
     assert trainer.callback_metrics["entropy_regularizer/penalty"] > 0
+
+
+class Searches(TinyLM):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), line_search_fn="strong_wolfe")
+
+
+@pytest.mark.parametrize("callback", [EntropyRegularizer(0.1), LocAteR(0.1), NonFiniteGuard("skip")])
+def test_optimizers_that_compare_losses_or_move_before_them_are_refused(callback):
+    with pytest.raises(ValueError, match=r"LBFGS with line_search_fn='strong_wolfe'|cannot skip a step of LBFGS"):
+        fit(Searches(), [callback])
