@@ -148,7 +148,8 @@ def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k
         k: keys ``[B, H, N, d]``.
 
     Returns:
-        Boolean ``[B|1, H|1, N]``, None where all tokens are there; and whether the future is hidden.
+        Boolean ``[B|1, H|1, N]``, None where all tokens are there; and whether the future is hidden, or a first token
+        alone is seen.
 
     Raises:
         TypeError, ValueError: as :func:`check_mask` and :func:`check_causal`; if it is another mask, where compiled
@@ -172,7 +173,7 @@ def tokens_of(name: str, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k
             "alone",
         )
     if seen.shape[-2] == 1 or number == 1:
-        return seen[..., -1, :].expand(*seen.shape[:2], number), is_causal or number == 1
+        return seen[..., -1, :].expand(*seen.shape[:2], number), is_causal
     past = torch.ones(number, number, dtype=torch.bool, device=k.device).tril()
     seen = seen.expand(*seen.shape[:2], number, number)
     any_row = seen.any(-2)

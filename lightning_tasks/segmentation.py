@@ -244,7 +244,6 @@ class SegmentationTask(VisionTask):
         metric, mean_loss = getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")
         confusion = metric.compute().cpu()
         values = {"loss": mean_loss.compute(), **scores(confusion)}
-        self._reset_scores(stage)
         # Sums over all processes already: every process logs the same.
         self.log_dict({f"{stage}/{name}": float(value) for name, value in values.items()}, sync_dist=True)
         return confusion

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from attention_modules import AttentionSwapError, load_pretrained, swap_attention
@@ -140,8 +141,10 @@ def _of_processor(name: str) -> tuple[list[float], list[float]]:
 
     said: dict[str, Any] = {}
     if "/" in name or Path(name).is_dir():  # else a type of models, which has no processor
-        with suppress(OSError, ValueError):
+        try:
             said, _ = BaseImageProcessor.get_image_processor_dict(name)
+        except (OSError, ValueError) as error:
+            rank_zero_warn(f"{name} has no image processor that can be read: images get mean and std 0.5 ({error})")
     if said.get("do_normalize") is False:
         return [0.0], [1.0]
     mean, std = said.get("image_mean") or 0.5, said.get("image_std") or 0.5

@@ -72,6 +72,12 @@ def check_alone(trainer: pl.Trainer, kind: type) -> None:
         )
 
 
+def listed_before(trainer: pl.Trainer, callback: pl.Callback) -> list[pl.Callback]:
+    """The callbacks that the trainer calls before one; none where another callback holds it."""
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    return callbacks[: callbacks.index(callback)] if callback in callbacks else []
+
+
 def kinds_of(thing: object) -> set[str]:
     """The names of the classes that something is of, which are the same in either Lightning package."""
     return {kind.__name__ for kind in type(thing).__mro__}

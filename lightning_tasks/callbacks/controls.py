@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_integer, check_number
-from lightning_tasks.callbacks.base import Callback, Where, kinds_of, refuse_flat_shards
+from lightning_tasks.callbacks.base import Callback, Where, kinds_of, listed_before, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.training.limits import check_layer_choice
 
@@ -131,15 +131,14 @@ class FreezeQK(_QKControl):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         frozen = {layer.name for layer in attention_layers(pl_module, self.where, self.layers, self.exclude)}
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-        for other in callbacks[: callbacks.index(self)]:
+        for other in listed_before(trainer, self):
             if "WeightAveraging" in kinds_of(other):
                 name = type(other).__name__
                 raise ValueError(
                     f"{name} is listed before FreezeQK, so it would average weights before they are put back; list "
                     f"FreezeQK before {name}"
                 )
-        for other in callbacks:
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
             if not isinstance(other, LocAteR) or not other.trains:
                 continue
             both = [

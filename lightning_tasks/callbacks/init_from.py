@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_tasks.callbacks.base import Callback, kinds_of
+from lightning_tasks.callbacks.base import Callback, kinds_of, listed_before
 from lightning_tasks.files.weights import adopt_plain_weights, read_checkpoint
 from lightning_tasks.training.configure_hook import after_configure_model
 
@@ -39,8 +39,8 @@ class InitFromCheckpoint(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have the weights loaded before the optimizers are made."""
-        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
-        for name in [type(each).__name__ for each in callbacks[: callbacks.index(self)] if _copies(each)]:
+        early = [each for each in listed_before(trainer, self) if _copies(each)] if stage == "fit" else []
+        for name in [type(each).__name__ for each in early if not self._loaded]:
             raise ValueError(
                 f"{name} is listed before InitFromCheckpoint, so it would copy the model before its weights are there; "
                 f"list InitFromCheckpoint before {name}"

@@ -232,7 +232,8 @@ class SwapAttention(Callback):
         modules = {_uncompiled(name): module for name, module in pl_module.named_modules()}
         held = (acting_mechanism(getattr(modules.get(name), "mechanism", None)) for name in plan["layers"])
         return all(
-            each is not None and plain_type(each) is self._class and each.built_with == plan["options"] for each in held
+            each is not None and plain_type(each) is self._class and each.built_with in (None, plan["options"])
+            for each in held
         )
 
     def _check_count(self, added: set[str]) -> None:

@@ -127,7 +127,8 @@ class AttnswapCLI(LightningCLI):
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
         both = section.get("ckpt_path") and section.get("init_from")
-        if both and self._labels is None and not keeps_teacher(section.trainer.callbacks):
+        goes_on = self.config.subcommand == "fit" and (self._labels or keeps_teacher(section.trainer.callbacks))
+        if both and not goes_on:
             raise UsageError(
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"

@@ -46,7 +46,7 @@ Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
 _PENALTIES = (LocAteR, EntropyRegularizer, AttentionDiversification, DAMPenalty)
 _ACT = (*_PENALTIES, QKClip)
-_STEP = "step"
+STEP = "step"  # in the state of a loop
 _OF_DEEPSPEED = ("deepspeed.runtime.", "accelerate.utils.deepspeed")
 
 
@@ -182,7 +182,7 @@ class Loop:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and what callbacks keep for a run that goes on, as where LocAteR began; save it with the model."""
-        return {_STEP: self.global_step} | self.callback_states()
+        return {STEP: self.global_step} | self.callback_states()
 
     def callback_states(self) -> dict[str, Any]:
         """What callbacks keep, where there is anything."""
@@ -197,7 +197,7 @@ class Loop:
         try:
             self._call("setup", "fit")
             resumed, self._resumed = self._resumed, {}
-            self.fit_loop.epoch_loop._batches_that_stepped = resumed.get(_STEP, self.global_step)
+            self.fit_loop.epoch_loop._batches_that_stepped = resumed.get(STEP, self.global_step)
             for each in self.callbacks:
                 if each.state_key in resumed:
                     each.load_state_dict(resumed[each.state_key])

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from attention_modules.extras import needed_for
 from attention_modules.hosts.huggingface.saving import write_card
-from lightning_tasks.integrations.loop import Loop
+from lightning_tasks.integrations.loop import STEP, Loop
 
 with needed_for("attnswap.integrations.transformers", "hf"):
     from transformers import Trainer, TrainerCallback
@@ -75,7 +75,7 @@ class Watch(TrainerCallback):
         accumulate = args.gradient_accumulation_steps
         loop = Loop(kwargs["model"], self._callbacks, self._log, [optimizer], accumulate, scaler)
         states = _read(Path(self._from) / _STATES) if self._from else {}
-        loop.load_state_dict(states | {"step": state.global_step})
+        loop.load_state_dict(states | {STEP: state.global_step})
         self._loop = loop.__enter__()
         if self._from and not states and loop.callback_states():
             rank_zero_warn(f"{self._from} has no {_STATES}: callbacks begin anew, as with the means that LocAteR holds")

@@ -97,13 +97,10 @@ def _content(path: Path) -> bytes:
 
 def _changes(root: Path) -> str:
     """A digest of changed and of new files in the packages; "" of none."""
-    changed = _git(root, "diff", "HEAD", "--", *_PACKAGES)
-    new = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_PACKAGES).split("\0")
-    contents = [
-        changed.encode(),
-        *(part for name in filter(None, new) for part in (name.encode(), _content(root / name))),
-    ]
-    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:8] if any(contents) else ""
+    listed = (("diff", "HEAD", "--name-only", "--relative"), ("ls-files", "--others", "--exclude-standard"))
+    names = "".join(_git(root, *command, "-z", "--", *_PACKAGES) for command in listed).split("\0")
+    contents = [part for name in sorted({*names} - {""}) for part in (name.encode(), _content(root / name))]
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:8] if contents else ""
 
 
 def _git(folder: Path, *arguments: str) -> str:

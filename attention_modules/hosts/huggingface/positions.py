@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.huggingface.columns import check_positions
 from attention_modules.hosts.layer_call import CACHES
 
-_COUNTS = "attnswap_counts"  # of a model that checks its positions: the mechanism's name, and whether distances will do
+# Of a model that checks its positions: the mechanism's name, whether distances will do, and what _source() gives.
+_COUNTS = "attnswap_counts"
 
 
 def watch_positions(model: nn.Module) -> None:
@@ -27,7 +29,7 @@ def watch_positions(model: nn.Module) -> None:
             module._forward_pre_hooks_with_kwargs.pop(key, None)
         module.__dict__.pop(_COUNTS, None)
         if counting:
-            module.__dict__[_COUNTS] = type(counting[0]).__name__, not columns
+            module.__dict__[_COUNTS] = type(counting[0]).__name__, not columns, _source(module)
             module.register_forward_pre_hook(_check, with_kwargs=True)
 
 
@@ -36,11 +38,24 @@ def _takes_positions(kind: Any) -> bool:
     return model and "position_ids" in inspect.signature(kind.forward).parameters
 
 
-def _makes_positions(model: nn.Module) -> bool:
-    """Whether the model makes positions of its tokens or of the mask, as RoBERTa and OPT do, and not of columns."""
-    kinds = {type(part) for part in model.modules() if "Embedding" in type(part).__name__}
-    made = "create_position_ids_from_input_ids"
-    return any(hasattr(kind, made) or "attention_mask" in inspect.signature(kind.forward).parameters for kind in kinds)
+def _source(model: nn.Module) -> int | str | None:
+    """What the model makes positions of: the mask (OPT), or all tokens but the padding one of this number (RoBERTa)."""
+    for part in model.modules():
+        kind, made = type(part), "create_position_ids_from_input_ids"
+        if isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(kind.forward).parameters:
+            return "mask"
+        pad = getattr(part, "padding_idx", None)
+        if isinstance(pad, int) and (hasattr(kind, made) or hasattr(sys.modules[kind.__module__], made)):
+            return pad
+    return None
+
+
+def _made(source: int | str | None, given: dict[str, Any]) -> Tensor | None:
+    tokens, mask = given.get("input_ids"), given.get("attention_mask")
+    counted = mask if source == "mask" else tokens != source if isinstance(tokens, Tensor) else None
+    if source is None or not isinstance(counted, Tensor) or counted.dim() != 2:
+        return None
+    return counted.long().cumsum(-1) - counted.long()
 
 
 def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -49,9 +64,9 @@ def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     pasts = [given[name] for name in CACHES if hasattr(given.get(name), "get_seq_length")]
     if any(past.get_seq_length() for past in pasts):  # the layer refuses a part of the sequence, and names the cure
         return
-    name, by_distance = module.__dict__[_COUNTS]
-    if positions is None and by_distance and isinstance(mask, Tensor) and mask.dim() == 2 and _makes_positions(module):
-        positions = mask.long().cumsum(-1) - mask.long()
+    name, by_distance, source = module.__dict__[_COUNTS]
+    if positions is None and by_distance:
+        positions = _made(source, given)
     if isinstance(positions, Tensor):
         hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else None
         check_positions(name, positions, hidden, by_distance)

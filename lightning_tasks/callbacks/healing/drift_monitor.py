@@ -47,7 +47,7 @@ class DriftMonitor(Callback):
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
     logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count; all tokens of
     an encoder-decoder model do. The two passes that it costs are in eval mode, draw nothing at random, and change
-    nothing; forward hooks of yours see the one of the model.
+    nothing. Forward hooks of yours on the model see its second pass.
 
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default

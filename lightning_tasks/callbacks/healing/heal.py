@@ -39,8 +39,8 @@ class Heal(DriftMonitor):
     - ``match="logits"``: T² KL(softmax(teacher / T) ‖ softmax(student / T)), its mean over positions;
     - ``match="task"``: the module's own loss, as without this callback.
 
-    They take the place of the loss that ``training_step`` returns; what the module logs there stays its own, of layers
-    that are given the teacher's inputs where maps or layers are matched, and so do monitors of training. The
+    They take the place of the loss that ``training_step`` returns; what the module logs there stays its own. Where maps
+    or layers are matched, that and what monitors of training see is of layers that are given the teacher's inputs. The
     teacher is as :class:`DriftMonitor` says, whose figures are logged too; it shares the weights that no stage trains.
     ``heal/loss`` (of the stage) and ``heal/stage`` (from 0) are logged as well. A resumed run goes on in the stage of
     its step, beside the same teacher.

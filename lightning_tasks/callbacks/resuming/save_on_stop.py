@@ -84,8 +84,8 @@ class SaveOnStop(Callback):
                     each.on_validation_epoch_end(trainer, pl_module)
         if pl_module.automatic_optimization and trainer.fit_loop.epoch_loop._should_accumulate():
             rank_zero_warn(
-                "SIGTERM came in a validation between the batches that a step accumulates: the checkpoint lacks their "
-                "gradients, so that the resumed run will differ from one that was not stopped"
+                "SIGTERM came between the batches that a step accumulates: the checkpoint lacks their gradients, and "
+                "the resumed run will differ from one that was not stopped"
             )
         path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
         with _epoch_open(trainer):

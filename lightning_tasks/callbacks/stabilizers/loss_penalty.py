@@ -56,7 +56,8 @@ class LossPenalty(QueryKeyObserver, shared=True):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        refuse_line_search(trainer, type(self).__name__)
+        if self.weight:
+            refuse_line_search(trainer, type(self).__name__)
         self._with.clear()
         self._without.clear()
         held = held_parameters(trainer.optimizers)

@@ -33,7 +33,7 @@ from lightning_tasks.runs.loggers import current_step
 class QKClip(QueryKeyObserver):
     """Shrinks W_q and W_k of the heads whose largest logit passed tau, after each optimizer step (Kimi K2, 2025).
 
-    S is the largest scale · q·k of a head over all processes and all calls through which gradients of the step went; a
+    S is the largest scale · q·k of a head over all processes and all calls through which gradients of the step went. A
     batch that is skipped before its backward pass does not count. With γ = min(1, tau / S), W_q and its bias take the
     factor γ^alpha, W_k and its bias γ^(1 - alpha); heads that share a key head take the smallest γ among them. A
     mechanism without a query has the logits k kᵀ, and its W_k takes γ^½, as does a weight that is both W_q and W_k. A
@@ -91,7 +91,6 @@ class QKClip(QueryKeyObserver):
         self.every_n_steps = check_integer("every_n_steps", every_n_steps, 1)
         self._largest: list[Tensor | None] = []  # of each layer, [H], since its last step, in this process
         self._current: list[Tensor | None] = []  # the same, in this batch
-        self._waiting: set[int] = set()  # layers that have a call in this batch whose gradient may come
         self._awaited: set[int] = set()  # layers that were looked at since their last step, in any process
         self._stepped: set[int] = set()  # those whose weights were stepped in this batch
         self._left: set[int] = set()  # those whose step began in this batch, and was not taken
@@ -162,7 +161,6 @@ class QKClip(QueryKeyObserver):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._current = [None] * len(self._layers)
-        self._waiting.clear()
         if current_step(trainer) % self.every_n_steps == 0:
             self._open()
             self._awaited = set(range(len(self._layers)))
@@ -176,14 +174,14 @@ class QKClip(QueryKeyObserver):
             self._on_step.callback(optimizer.register_step_post_hook(after).remove)
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
-        # Nothing trains by a call without gradients; a reentrant checkpoint calls again, in the backward pass.
+        # Nothing trains by a call without gradients. In the backward pass a reentrant checkpoint calls again with them;
+        # the graph of another checkpoint's second call is never run, so that it does not count.
         trained = [each for each in (query, key) if each.requires_grad and torch.is_grad_enabled()]
-        if not (trained and query.numel()) or (self._in_backward and index in self._waiting):
+        if not (trained and query.numel()):
             return
         # Reads a number: on the CPU, that waits for no device.
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):
             return
-        self._waiting.add(index)
         seen = largest_logit(query.detach(), key.detach(), **given).amax(0)
         trained[0].register_hook(partial(self._count, index, seen))
 
@@ -215,8 +213,8 @@ class QKClip(QueryKeyObserver):
         if torch._C._current_graph_task_id() != -1 and (parted := held - self._held_by(optimizer, all)):
             names = listed({self._layers[index].name: "" for index in parted})
             raise ValueError(
-                f"QKClip: a step within the backward pass would clip what that pass still reads, as W_q and W_k of "
-                f"{names} lie in several optimizers: call step() behind backward(), or give both to one optimizer"
+                f"QKClip: W_q and W_k of {names} lie in several optimizers, and one that steps in the backward pass "
+                "would clip what that pass still reads: call step() behind backward(), or give both to one optimizer"
             )
         stepped = [index for index in held if _takes_steps(self._layers[index])]
         # Here and not in a hook of batches: every process comes to a step together.

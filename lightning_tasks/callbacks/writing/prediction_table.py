@@ -49,11 +49,7 @@ class PredictionTable(BasePredictionWriter):
         check_alone(trainer, PredictionTable)
 
     def on_predict_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        """Find the place of the table, the same one in every process.
-
-        Raises:
-            ValueError: there are several loaders, whose samples have the same places.
-        """
+        """Find the place of the table, the same one in every process."""
         self._path, self._count = None, 0
         if trainer.fast_dev_run:
             return
@@ -62,9 +58,8 @@ class PredictionTable(BasePredictionWriter):
             return
         loaders = trainer.predict_dataloaders
         if isinstance(loaders, (list, tuple, dict)) and len(loaders) > 1:
-            raise ValueError(
-                f"PredictionTable writes the table of one loader, got {len(loaders)}: predict them one by one"
-            )
+            rank_zero_warn(f"predictions are not written: a table is of one loader, and there are {len(loaders)}")
+            return
         path = Path(run_folder(trainer) or trainer.default_root_dir) / TABLE  # of rank zero, which the others are told
         self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
         self._path.parent.mkdir(parents=True, exist_ok=True)

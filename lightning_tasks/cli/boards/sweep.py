@@ -92,7 +92,8 @@ def sweep_of(recipe: str, mechanism: str, metric: str | None, seeds: int) -> dic
     parameters: dict[str, Any] = {f"model.options.{name}": {"values": each} for name, each in values.items()}
     parameters["seed_everything"] = {"values": list(range(seeds))}
     command = ["${program}", "fit", recipe, "--trainer", "logger/wandb", "--model.mechanism", mechanism, "${args}"]
-    goal = "minimize" if is_loss(chosen) or chosen.endswith("error") else "maximize"
+    small = is_loss(chosen) or any(part.endswith(("error", "kl")) for part in chosen.split("/"))
+    goal = "minimize" if small else "maximize"
     return {
         "program": "attnswap",
         "command": command,

@@ -177,6 +177,22 @@ def test_calls_without_gradients_are_in_no_step(reentrant, behind):
     assert not torch.equal(found[2], flat(network()))
 
 
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_all_calls_of_a_layer_count_wherever_they_are_computed(reentrant):
+    found = []
+    for factors in ((40, 1), (1, 40), (40,)):
+        model = network()
+        if reentrant is not None:
+            model[1].forward = partial(checkpoint, model[1].forward, use_reentrant=reentrant)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with attnswap.watch(model, log=dict, callbacks=[QKClip(tau=0.5)], optimizer=optimizer):
+            sum(model(inputs()[0] * factor).square().mean() for factor in factors).backward()
+            optimizer.step()
+        found.append(flat(model))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[1], found[2])
+
+
 @pytest.mark.parametrize("callbacks", [[], [LocAteR(0.0)]])
 def test_logits_of_a_gradient_that_the_loop_takes_of_the_same_step_count(callbacks):
     model = network()

@@ -57,7 +57,7 @@ def test_the_teacher_has_the_weights_that_a_run_starts_from(tmp_path):
     expected = start.net.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in monitor.teacher.network.state_dict().items())
     with pytest.raises(ValueError, match="list InitFromCheckpoint before DriftMonitor"):
-        heal([monitor, load], max_steps=1)
+        heal([monitor, InitFromCheckpoint(load.path)], max_steps=1)
     assert before_copies([monitor, load]) == [load, monitor]
 
 
