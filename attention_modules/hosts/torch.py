@@ -137,6 +137,17 @@ class SwappedMultiheadAttention(Swapped):
     # Read by peft, which cannot adapt a projection without its query's rows.
     _qkv_same_embed_dim = property(lambda self: self.in_proj_weight is not None and len(self.dropped_query) == 0)
 
+    def _reset_parameters(self: Any) -> None:
+        """As the plain layer, of what is left of its joint projection."""
+        if not self.dropped_query:
+            nn.MultiheadAttention._reset_parameters(self)
+            return
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias) if self.in_proj_bias is not None else ():
+            nn.init.zeros_(bias)
+        for more in (self.bias_k, self.bias_v) if self.bias_k is not None else ():
+            nn.init.xavier_normal_(more)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         _keep_from_fused_path(self)

@@ -17,7 +17,7 @@ from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.recipes.variants import Variant
 from tests.reliability import kill_trials
 
-OF_RUNS = ("environment", "seconds", "runs")
+OF_RUNS = ("environment", "seconds", "runs", "log")
 
 
 class Killed(BaseException):
