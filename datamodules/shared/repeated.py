@@ -28,8 +28,8 @@ class RepeatedAugmentation(RepeatAugSampler, DistributedSampler):
 
     Each image comes `repeats` times in a row, over processes in turn, and an epoch ends after as many images as there
     are: with three repeats it shows a third of them (Hoffer et al., CVPR 2020; as DeiT trains). Lightning leaves
-    a `DistributedSampler` as it is. Places of samples that come again are :class:`Again`, by which
-    :class:`ImageDataset` draws for each time anew.
+    a `DistributedSampler` as it is. Places of samples that come again are ``Again``, by which
+    a data set of images draws for each time anew.
 
     Args:
         samples: what is put in order.
