@@ -45,7 +45,7 @@ def _source(model: nn.Module) -> int | str | None:
         if isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(kind.forward).parameters:
             return "mask"
         pad = getattr(part, "padding_idx", None)
-        if isinstance(pad, int) and (hasattr(kind, made) or hasattr(sys.modules[kind.__module__], made)):
+        if isinstance(pad, int) and (hasattr(kind, made) or hasattr(sys.modules.get(kind.__module__), made)):
             return pad
     return None
 

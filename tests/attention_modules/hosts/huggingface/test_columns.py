@@ -69,6 +69,15 @@ def test_distances_over_a_gap_are_those_of_columns_where_positions_are_columns()
     torch.testing.assert_close(one[:, shown], other[:, shown])
 
 
+def test_a_part_whose_module_is_gone_is_no_obstacle() -> None:
+    """As of code that was executed and never imported."""
+    model = HOSTS["bert"].build().eval()
+    words = model.get_input_embeddings()
+    words.__class__ = type("Own", (type(words),), {"__module__": "gone"})
+    swap_attention(model, "dam", num_tokens=16)
+    model(torch.tensor([[5, 9, 3]]))
+
+
 def test_positions_of_several_axes_are_taken() -> None:
     positions = torch.arange(6).expand(3, 2, 6)  # of time, height and width
     check_positions("dam", positions, torch.tensor([[False] * 4 + [True] * 2] * 2), by_distance=True)
