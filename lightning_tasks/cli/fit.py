@@ -127,8 +127,8 @@ class AttnswapCLI(LightningCLI):
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
         both = section.get("ckpt_path") and section.get("init_from")
-        goes_on = self.config.subcommand == "fit" and (self._labels or keeps_teacher(section.trainer.callbacks))
-        if both and not goes_on:
+        fits = self.config.subcommand == "fit"
+        if both and not (fits and (self._labels or keeps_teacher(section.trainer.callbacks))):
             raise UsageError(
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"
