@@ -97,7 +97,7 @@ def attention_maps(
         MemoryError: if the maps would not fit into the device's memory; before they are made.
         TypeError: if heads or rows are no integers, or there are none.
         ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout, which
-            takes one pass of each layer.
+            takes one pass of one call of each layer.
 
     Example:
         >>> import attnswap, torch
@@ -201,6 +201,8 @@ class _Collected:
         kwargs: dict[str, Any],
     ) -> None:
         """A forward pre-hook of a layer's mechanism; ``alike`` layers have maps of this size."""
+        if self.mean and layer.name in self.found:
+            raise ValueError(f"a rollout takes one map of each layer, and {layer.name!r} is called several times")
         several = acting_passes(mechanism, *args, **kwargs) if self.passes else [acting_map(mechanism, *args, **kwargs)]
         number = alike * len(several)
         size = 8 if args[2].dtype == torch.float64 else 4

@@ -46,7 +46,8 @@ class AttentionMapLogger(MechanismObserver):
     Plain layers are observed by putting plain softmax attention into them, as
     :class:`~lightning_tasks.callbacks.AttentionMonitor` does. Fused attention stays in use: the rows that are drawn
     are computed beside it, and nothing is hooked but in that batch, which runs without ``torch.compile``. With
-    ``rollout`` the whole maps ``[num_samples, H, N, N]`` of a layer, and those of all layers without H, are held.
+    ``rollout`` the whole maps ``[num_samples, H, N, N]`` of a layer, and those of all layers without H, are held. Of a
+    layer that a batch calls several times (windows of an image, shared layers) the first call counts, and no other.
 
     Args:
         every_n_epochs: epochs from one figure to the next.

@@ -175,7 +175,11 @@ def _maps(
         sizes = {(layer["queries"], layer["keys"]) for layer in alone}
         if len(sizes) != 1 or len(set(*sizes)) != 1:
             return maps, [], "its layers have no square maps of one size"
-        return maps, [attention_maps(shown.model, shown.inputs, **asked(alone), rollout=True).unsqueeze(1)], ""
+        try:
+            rolled = attention_maps(shown.model, shown.inputs, **asked(alone), rollout=True)
+        except ValueError as error:  # a layer is called several times
+            return maps, [], str(error)
+        return maps, [rolled.unsqueeze(1)], ""
     except MemoryError as error:
         raise UsageError(f"{shown.label}: {error}") from error
 

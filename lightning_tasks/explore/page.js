@@ -136,7 +136,8 @@
     }
     const of = panel.model.layers[layer]?.[name]?.[state.input];
     if (!of || head === ROLLOUT) return null;
-    return head === MEAN ? of.reduce((sum, value) => sum + value, 0) / of.length : of[head] ?? null;
+    if (head !== MEAN) return of[head] ?? null;
+    return of.includes(null) ? null : of.reduce((sum, value) => sum + value, 0) / of.length;
   }
 
   // ---- colors

@@ -98,14 +98,18 @@ def _become_state(layer: Any, index: int, name: str) -> None:
             "or take prompt tuning or LoRA"
         )
     layer.__class__ = _keeping_state(plain)
-    layer.state, layer.of, layer.ready, layer.any_tokens = {}, None, False, False
-    layer.index, layer.expected = index, None
-    layer.base, layer.recent, layer.stale, layer.hidden, layer.pending = {}, {}, False, None, False
+    vars(layer).update(_empty() | {"index": index})
     layer.record_past = getattr(layer, "record_past", False)
     for name in ("keys", "values"):  # None, or of early_initialization
         vars(layer).pop(name, None)
     if not hasattr(layer, "cumulative_length"):
         layer.cumulative_length = 0
+
+
+def _empty() -> dict[str, Any]:
+    """What such a layer of a cache keeps, before it is called."""
+    kept = {"state": {}, "base": {}, "recent": {}, "of": None, "hidden": None, "index": None, "expected": None}
+    return kept | dict.fromkeys(("ready", "any_tokens", "stale", "pending"), False)
 
 
 def attach_states(model: nn.Module) -> None:
@@ -369,19 +373,7 @@ class _State:
 
     def _become_plain(self: Any) -> None:
         self.__class__ = self.plain_class
-        for name in (
-            "state",
-            "of",
-            "ready",
-            "any_tokens",
-            "base",
-            "recent",
-            "stale",
-            "hidden",
-            "pending",
-            "index",
-            "expected",
-        ):
+        for name in _empty():
             delattr(self, name)
         self.keys = self.values = None
         self.is_initialized = False

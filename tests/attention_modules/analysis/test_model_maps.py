@@ -110,6 +110,24 @@ def test_rollout():
     assert attention_maps(model.double(), x.double(), rollout=True).dtype == torch.float64
 
 
+class Twice(nn.Module):
+    """A layer that is called twice, as ALBERT's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = encoder(1)
+
+    def forward(self, x):
+        return self.inner(self.inner(x))
+
+
+def test_a_rollout_of_a_layer_that_is_called_twice_is_refused():
+    with pytest.raises(ValueError, match=r"'inner.layers.0.self_attn' is called several times"):
+        attention_maps(Twice(), torch.randn(2, TOKENS, 16), rollout=True)
+    page = attnswap.explore(Twice(), torch.randn(2, TOKENS, 16))  # which has its map, and says why no rollout
+    assert "is called several times" in page.html
+
+
 def test_every_pass_on_request():
     model, x = encoder(), torch.randn(2, TOKENS, 16)
     swap_attention(model, "rpc", layers=[0], iterations=3)
