@@ -269,6 +269,8 @@ class Host(ABC):
     """Whether its layers, as they are when swapped, may hold some of their heads only (tensor parallelism)."""
     tells_causality: ClassVar[bool] = False
     """Whether a layer whose spec is not causal sees the future, and not only may."""
+    yields_to_parts: ClassVar[bool] = False
+    """Whether a module with attention layers inside is none of its layers, but these are."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)

@@ -87,6 +87,16 @@ class _Hosts:
             return module.host
         return next((host for host in self.concerned(module) if host.understands_in(module, parent)), None)
 
+    def layer_inside(self, module: nn.Module) -> str | None:
+        """The name of the first part of a plain module that is an attention layer itself, if it has one."""
+        if isinstance(module, Swapped):  # whose mechanism is such a part
+            return None
+        parts = dict(module.named_modules())
+        for name, part in parts.items():
+            if name and (self.host_of(part, parts.get(name.rpartition(".")[0])) is not None or calls_of(part).sites):
+                return name
+        return None
+
 
 def host_of(module: nn.Module, parent: nn.Module | None = None) -> Host | None:
     """The host that understands this plain or swapped layer (below ``parent``, where it has one), if one does."""
@@ -117,6 +127,7 @@ def survey(model: nn.Module) -> Survey:
     by_id: dict[int, int] = {}
     inside: str | None = None  # prefix of the last layer understood: what it is made of comes next, and is its own
     strangers: dict[str, nn.Module] = {}
+    beside: dict[str, str] = {}  # what calls the kernel itself, though it has a layer inside
     hosts = _Hosts()
     for name, module in found.modules.items():
         if inside is not None and name.startswith(inside):
@@ -125,6 +136,8 @@ def survey(model: nn.Module) -> Survey:
         host = hosts.host_of(module, parent)
         if parent is not None and wrapped_by_peft(parent):
             continue  # the wrapper is listed
+        if host is not None and host.yields_to_parts and (part := hosts.layer_inside(module)) is not None:
+            host, beside[name] = None, part
         if host is None:
             strangers[name] = module
             continue
@@ -136,27 +149,36 @@ def survey(model: nn.Module) -> Survey:
             continue
         by_id[id(module)] = len(found.layers)
         found.layers.append(Found((name,), module, host, host.is_cross(module, parent, name)))
-    found.others = _attention_like(hosts, strangers, [name for layer in found.layers for name in layer.names])
+    found.others = _attention_like(hosts, strangers, beside, [name for layer in found.layers for name in layer.names])
     return found
 
 
-def _attention_like(hosts: _Hosts, strangers: dict[str, nn.Module], understood: list[str]) -> list[Skipped]:
+def _attention_like(
+    hosts: _Hosts, strangers: dict[str, nn.Module], beside: dict[str, str], understood: list[str]
+) -> list[Skipped]:
     """Modules that call themselves attention, are no mere shell around an understood layer, and that no host knows."""
     skipped: list[Skipped] = []
     refused = {kind: known_refusal(kind) for kind in {type(module) for module in strangers.values()}}
     told = {name: _why_not(each, hosts.concerned(each), refused[type(each)]) for name, each in strangers.items()}
+    told |= {name: (_BESIDE.format(part=part), True) for name, part in beside.items()}
     parts = [name for name, (reason, known) in told.items() if reason and known]
     for name, module in strangers.items():
         reason, known = told[name]
         prefix = f"{name}." if name else ""
         shell = any(other.startswith(prefix) for other in understood)
-        if reason is None or (shell and not calls_of(module).sites):
+        if reason is None or (shell and name not in beside and not calls_of(module).sites):
             continue
         if not known and any(part != name and part.startswith(prefix) for part in parts):
             continue  # a part of it says why
         if not any(name.startswith(f"{outer.name}.") for outer in skipped):
             skipped.append(Skipped(name, type(module).__name__, reason))
     return skipped
+
+
+_BESIDE = (
+    "its forward calls scaled_dot_product_attention beside its part {part!r}, an attention layer, and a mechanism stands "
+    "for one call: have a part of its own call it"
+)
 
 
 def _why_not(module: nn.Module, hosts: Sequence[Host], refused: str | None) -> tuple[str | None, bool]:

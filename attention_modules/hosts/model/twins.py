@@ -33,18 +33,21 @@ def _is_frozen(layer: nn.Module) -> bool:
 
 
 def equalize_copies(found: Survey, plan: Plan) -> None:
-    """Give equal tensors to new mechanisms in twins that are copies, value by value, or of which one is frozen."""
+    """Give equal tensors to new mechanisms in twins that are copies, value by value, or of which one is frozen.
+
+    What a twin has had since an earlier swap is its own, unless the layers are copies.
+    """
     made: dict[str, AttentionMechanism] = {}
     for layer, built in plan:
         network = found.network_of(layer.name)
         for twin in found.twins_of(network):
             other = _counterpart(layer.name, network, twin)
-            source = made.get(other)
+            source, its = made.get(other), found.modules[other]
+            copies = (source is not None and network.frozen != twin.frozen) or are_copies(layer.module, its)
             if source is None:
-                acting = acting_mechanism(getattr(found.modules[other], "mechanism", None))
+                acting = acting_mechanism(getattr(its, "mechanism", None))
                 known = acting is not None and acting.built_with is not None
                 source = acting if known and acting.built_with == built.built_with else None  # type: ignore[union-attr]
-            copies = network.frozen != twin.frozen or are_copies(layer.module, found.modules[other])
             if source is not None and copies and _fits(source, built):
                 built.load_state_dict(source.state_dict())
                 break

@@ -101,11 +101,6 @@ def other_entries(kind: type[nn.Module]) -> dict[str, FunctionType]:
     return found
 
 
-def parts_that_call(module: nn.Module) -> list[str]:
-    """Names of the modules inside it that call the function themselves."""
-    return [name for name, part in module.named_modules() if name and calls_of(part).sites]
-
-
 class _Walk:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import isinf
 from operator import attrgetter
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,8 @@ class JointWithoutQuery(WithoutQuery):
 @dataclass(frozen=True, eq=True)
 class DeclaredHost(SDPAHost):
     """The host of a declared class; arguments as of :func:`declare_host`, the projections in ``parts``."""
+
+    yields_to_parts: ClassVar[bool] = False
 
     kind: type[nn.Module]
     parts: tuple[tuple[str, str], ...]

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attention_modules.base import AttentionSpec
 from attention_modules.hosts.base import Host, Swapped, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
-from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries, parts_that_call
+from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
 from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.torch import same_view
@@ -239,6 +239,10 @@ def _acted_in(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def acted_in(self: SwappedSDPA, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and any(
+            isinstance(mode, _Acting) and mode.layer is self for mode in _get_current_function_mode_stack()
+        ):  # called by another one
+            return method(self, *args, **kwargs)
         return _Acting(self, ((), {})).run(method, self, *args, **kwargs)
 
     return acted_in
@@ -291,6 +295,7 @@ class SDPAHost(Host):
 
     name = "scaled_dot_product_attention"
     mixin = SwappedSDPA
+    yields_to_parts = True
     _known: Seam | None = None  # of the layer that it is bound to
 
     def bound(self, layer: nn.Module) -> Host:
@@ -309,7 +314,7 @@ class SDPAHost(Host):
         if known().calls.get(module):
             return known().each_forward(module) == 1
         found = calls_of(module)
-        return bool(found.sites) and not found.ambiguous and not parts_that_call(module)
+        return bool(found.sites) and not found.ambiguous
 
     def near_miss(self, module: nn.Module) -> str | None:
         found = calls_of(module)
@@ -327,11 +332,6 @@ class SDPAHost(Host):
             return (
                 f"its forward may call scaled_dot_product_attention several times ({lines}), and a mechanism stands "
                 "for one call: pass example=, what the model takes, if one forward calls it once"
-            )
-        if found.sites and (parts := parts_that_call(module)):
-            return (
-                f"its forward calls scaled_dot_product_attention beside its part {parts[0]!r}, which does too, and a "
-                "mechanism stands for one call: have a part of its own call it"
             )
         return other_kernel(module, found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from attention_modules.kernels import without_autocast
@@ -13,6 +13,7 @@ from attention_modules.masks import check_mask, combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
+from attention_modules.mechanisms.shared.normal_linear import NormalLinear
 from attention_modules.mechanisms.shared.options import check_number
 from attention_modules.mechanisms.symmetric import check_self_attention
 
@@ -110,9 +111,8 @@ class ForgettingAttention(AttentionMechanism):
 
     def __init__(self, spec: AttentionSpec, bias: float = 0.0, std: float = 0.02) -> None:
         super().__init__(spec)
-        self.gate = nn.Linear(spec.dim, spec.num_heads)
-        nn.init.normal_(self.gate.weight, std=check_number("std", std, at_least=0.0))
-        nn.init.constant_(self.gate.bias, check_number("bias", bias))
+        std, bias = check_number("std", std, at_least=0.0), check_number("bias", bias)
+        self.gate = NormalLinear(spec.dim, spec.num_heads, std, bias)
 
     def forward(
         self,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.normal_linear import NormalLinear
 from attention_modules.mechanisms.shared.options import check_choice, check_number
 from attention_modules.mechanisms.shared.probe import kernel_maps
 
@@ -88,9 +89,8 @@ class GatedAttention(TensorMechanism):
         super().__init__(spec)
         self.kind = check_choice("gate", gate, get_args(Gate))
         width = 1 if gate == "head" else spec.value_dim or spec.head_dim
-        self.gate = nn.Linear(spec.dim, spec.num_heads * width)
-        nn.init.normal_(self.gate.weight, std=check_number("std", std, at_least=0.0))
-        nn.init.constant_(self.gate.bias, check_number("bias", bias))
+        std, bias = check_number("std", std, at_least=0.0), check_number("bias", bias)
+        self.gate = NormalLinear(spec.dim, spec.num_heads * width, std, bias)
 
     def extra_repr(self) -> str:
         return f"gate={self.kind!r}"
