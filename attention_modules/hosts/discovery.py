@@ -176,8 +176,8 @@ def _attention_like(
 
 
 _BESIDE = (
-    "its forward calls scaled_dot_product_attention beside its part {part!r}, an attention layer, and a mechanism stands "
-    "for one call: have a part of its own call it"
+    "its forward calls scaled_dot_product_attention beside its part {part!r}, an attention layer, and a mechanism "
+    "stands for one call: have a part of its own call it"
 )
 
 

@@ -13,6 +13,7 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.callbacks.base import Callback, Where, kinds_of, listed_before, refuse_flat_shards
 from lightning_tasks.callbacks.locater import LocAteR
+from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
 from lightning_tasks.training.limits import check_layer_choice
 
 
@@ -118,9 +119,9 @@ class FreezeQK(_QKControl):
         exclude: names (globs) to leave out.
 
     Raises:
-        ValueError: when a fit starts, if the strategy is FSDP1 or DeepSpeed, :class:`LocAteR` trains one of the same
-            layers, a weight average is listed before, no layer matches, or its weights cannot be told apart, see
-            :func:`qk_entries`.
+        ValueError: when a fit starts, if the strategy is FSDP1 or DeepSpeed, :class:`LocAteR`, :class:`QKClip` or
+            :class:`QKWeightDecay` acts on one of the same layers, a weight average is listed before, no layer matches,
+            or its weights cannot be told apart, see :func:`qk_entries`.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -139,7 +140,8 @@ class FreezeQK(_QKControl):
                     f"FreezeQK before {name}"
                 )
         for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(other, LocAteR) or not other.trains:
+            penalizes = isinstance(other, LocAteR) and other.trains
+            if not penalizes and not isinstance(other, (QKClip, QKWeightDecay)):
                 continue
             both = [
                 layer.name
@@ -148,8 +150,9 @@ class FreezeQK(_QKControl):
             ]
             if both:
                 raise ValueError(
-                    f"FreezeQK would throw away the whole penalty that LocAteR puts on {', '.join(both)}; drop one of "
-                    "the two, keep their layers apart (where=, layers=, exclude=), or set LocAteR's observe_only=True"
+                    f"FreezeQK would undo whatever {type(other).__name__} does to {', '.join(both)}; drop one of the "
+                    "two, or keep their layers apart (where=, layers=, exclude=)"
+                    + (", or set observe_only=True" if penalizes else "")
                 )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

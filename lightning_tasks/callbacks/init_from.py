@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ReferenceType, ref
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_tasks.callbacks.base import Callback, kinds_of, listed_before
+from lightning_tasks.files.swaps import built_later
 from lightning_tasks.files.weights import adopt_plain_weights, read_checkpoint
 from lightning_tasks.training.configure_hook import after_configure_model
 
@@ -35,21 +37,29 @@ class InitFromCheckpoint(Callback):
         if not Path(path).is_file():
             raise FileNotFoundError(f"--init_from {path}: no such file; give the path of a .ckpt file")
         self.path = path
-        self._loaded = False
+        self._module: ReferenceType[pl.LightningModule] | None = None  # that has the weights
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Have the weights loaded before the optimizers are made."""
-        early = [each for each in listed_before(trainer, self) if _copies(each)] if stage == "fit" else []
-        for name in [type(each).__name__ for each in early if not self._loaded]:
+        """Have the weights loaded before the optimizers are made; at once where the network is there as it will be."""
+        for name in [type(each).__name__ for each in listed_before(trainer, self) if _copies(each)]:
             raise ValueError(
                 f"{name} is listed before InitFromCheckpoint, so it would copy the model before its weights are there; "
                 f"list InitFromCheckpoint before {name}"
             )
-        if not self._loaded:
-            after_configure_model(pl_module, self, self._load)
+        kinds = set[str]().union(*map(kinds_of, trainer.callbacks))  # type: ignore[attr-defined]
+        before = set[str]().union(*map(kinds_of, listed_before(trainer, self)))
+        if not built_later(pl_module) and "SwapAttention" not in kinds - before:
+            self._load(pl_module)
+            return
+        after_configure_model(pl_module, self, self._load)
+        if "ModelPruning" in kinds:
+            raise ValueError(
+                "ModelPruning copies the module before its setup and configure_model have run, hence before "
+                "InitFromCheckpoint; build the network in __init__, override neither, and list SwapAttention first"
+            )
 
     def _load(self, pl_module: pl.LightningModule) -> None:
-        if self._loaded:
+        if self._module is not None and self._module() is pl_module:
             return
         content = read_checkpoint(self.path)
         saved = content.get("state_dict", content)
@@ -66,7 +76,7 @@ class InitFromCheckpoint(Callback):
                 f"--init_from {self.path}: its weights do not fit {type(pl_module).__name__}; give the model the "
                 f"settings that it was trained with. {error}"
             ) from error
-        self._loaded = True
+        self._module = ref(pl_module)
         if adopted:
             rank_zero_info(f"--init_from {self.path}: weights of plain attention now fill {', '.join(adopted)}")
         if left_out:
@@ -81,7 +91,7 @@ def before_copies(callbacks: Sequence[pl.Callback]) -> list[pl.Callback]:
 
 
 def _copies(callback: pl.Callback) -> bool:
-    return bool(kinds_of(callback) & {"WeightAveraging", "DriftMonitor"})
+    return bool(kinds_of(callback) & {"WeightAveraging", "DriftMonitor", "ModelPruning"})
 
 
 def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tuple[dict[str, Any], str]:

@@ -31,8 +31,8 @@ from lightning_tasks.files.swaps import (
     SWAPPED,
     Plan,
     acting_plans,
+    built_later,
     note_plan,
-    overrides,
     resolve_mechanism,
     saved_plans,
 )
@@ -144,7 +144,7 @@ class SwapAttention(Callback):
                 "spread over processes when the module was built; use DDP, or DeepSpeed's stage 2"
             )
         self._trains = stage == "fit"
-        if not _built_later(pl_module) or self._finds_layers(pl_module):
+        if not built_later(pl_module) or self._finds_layers(pl_module):
             self._swap(pl_module)  # later callbacks may copy the module in their setup, and its own may compile it
         after_configure_model(pl_module, self, self._swap)
 
@@ -181,7 +181,7 @@ class SwapAttention(Callback):
                     f"{name} is listed before SwapAttention, so it would take the module with its old attention; list "
                     f"SwapAttention before {name}"
                 )
-            if "StochasticWeightAveraging" in kinds and _built_later(pl_module):
+            if "StochasticWeightAveraging" in kinds and built_later(pl_module):
                 raise ValueError(
                     f"{name} copies the module before its setup and configure_model have run, hence before "
                     "SwapAttention; use WeightAveraging or EMAWeightAveraging, or build the network in __init__ and "
@@ -329,11 +329,6 @@ def _logged_hparams(trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[
 def _uncompiled(name: str) -> str:
     """A module's name without the wrappers that torch.compile puts between."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
-
-
-def _built_later(pl_module: pl.LightningModule) -> bool:
-    """Whether the network may be incomplete when callbacks are set up."""
-    return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")
 
 
 def _check_values(cls: type[AttentionMechanism], options: dict[str, Any]) -> None:

@@ -141,3 +141,8 @@ def overrides(pl_module: pl.LightningModule, method: str) -> bool:
     """Whether the module's class has a method of its own in place of Lightning's, of either package."""
     core = ("lightning.pytorch.core.", "pytorch_lightning.core.")
     return not getattr(type(pl_module), method).__module__.startswith(core)
+
+
+def built_later(pl_module: pl.LightningModule) -> bool:
+    """Whether the network may be incomplete when callbacks are set up."""
+    return overrides(pl_module, "setup") or overrides(pl_module, "configure_model")

@@ -164,7 +164,7 @@ class Loop:
         self._log = log
         self._view = _View(model, self)
         self._hooks = ExitStack()
-        self._resumed: dict[str, Any] = {}
+        self._resumed: dict[str, Any] | None = {}  # None within the block
         self._in_batch = self._went_back = self._in_backward = self._in_step = False
         self._backward_passes = 0
         self._since_step = defaultdict[int, int](int)  # of those, how many reached an optimizer since its last step
@@ -189,14 +189,20 @@ class Loop:
         return {each.state_key: state for each in self.callbacks if (state := each.state_dict())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave, when the block begins."""
+        """Go on from what :meth:`state_dict` gave, when the block begins.
+
+        Raises:
+            RuntimeError: within the block.
+        """
+        if self._resumed is None:
+            raise RuntimeError("load_state_dict() comes before the block: w = watch(...), w.load_state_dict(), with w:")
         self._resumed = dict(state_dict)
 
     def __enter__(self) -> Loop:
         """Begin, as a fit does."""
         try:
             self._call("setup", "fit")
-            resumed, self._resumed = self._resumed, {}
+            resumed, self._resumed = self._resumed or {}, None
             self.fit_loop.epoch_loop._batches_that_stepped = resumed.get(STEP, self.global_step)
             for each in self.callbacks:
                 if each.state_key in resumed:
@@ -221,6 +227,7 @@ class Loop:
     ) -> None:
         """End, as a fit does, or as one that an error ends."""
         self._hooks.close()
+        self._resumed = {}
         if error is not None:
             self._in_batch, self._stepped = False, set()
             self._since_step.clear()
@@ -449,7 +456,7 @@ def watch(
     """
     given = [AttentionMonitor(every)] if callbacks is None else [*callbacks]
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-    return Loop(model, given, partial(_print) if log is None else log, optimizers, accumulate, scaler)
+    return Loop(model, given, _print if log is None else log, optimizers, accumulate, scaler)
 
 
 def _print(values: Mapping[str, float], step: int) -> None:

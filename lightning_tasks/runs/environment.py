@@ -88,18 +88,18 @@ def commit_of(file: Path) -> Code:
 
 
 def _content(path: Path) -> bytes:
-    """What a file holds; nothing of what is none, such as a link to nowhere."""
+    """What a file holds; a mark for what is none, such as a link to nowhere."""
     try:
         return path.read_bytes()
     except OSError:
-        return b""
+        return b"\0"
 
 
 def _changes(root: Path) -> str:
     """A digest of changed and of new files in the packages; "" of none."""
     listed = (("diff", "HEAD", "--name-only", "--relative"), ("ls-files", "--others", "--exclude-standard"))
     names = "".join(_git(root, *command, "-z", "--", *_PACKAGES) for command in listed).split("\0")
-    contents = [part for name in sorted({*names} - {""}) for part in (name.encode(), _content(root / name))]
+    contents = [part for name in sorted({*names} - {""}) for part in (os.fsencode(name), _content(root / name))]
     return hashlib.sha256(b"\0".join(contents)).hexdigest()[:8] if contents else ""
 
 
@@ -107,7 +107,7 @@ def _git(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # several processes ask at a time, and change nothing
     command = ["git", "-C", str(folder), *arguments]
     done = subprocess.run(
-        command, check=True, capture_output=True, text=True, errors="replace", timeout=30, env=environment
+        command, check=True, capture_output=True, text=True, errors="surrogateescape", timeout=30, env=environment
     )
     return done.stdout.strip()
 

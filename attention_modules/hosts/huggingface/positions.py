@@ -50,12 +50,13 @@ def _source(model: nn.Module) -> int | str | None:
     return None
 
 
-def _made(source: int | str | None, given: dict[str, Any]) -> Tensor | None:
+def _made(source: int | str | None, given: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """The positions, and the tokens that have none."""
     tokens, mask = given.get("input_ids"), given.get("attention_mask")
     counted = mask if source == "mask" else tokens != source if isinstance(tokens, Tensor) else None
     if source is None or not isinstance(counted, Tensor) or counted.dim() != 2:
-        return None
-    return counted.long().cumsum(-1) - counted.long()
+        return None, None
+    return counted.long().cumsum(-1) - counted.long(), ~counted.bool()
 
 
 def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -65,8 +66,9 @@ def _check(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(past.get_seq_length() for past in pasts):  # the layer refuses a part of the sequence, and names the cure
         return
     name, by_distance, source = module.__dict__[_COUNTS]
+    hidden = None
     if positions is None and by_distance:
-        positions = _made(source, given)
+        positions, hidden = _made(source, given)
     if isinstance(positions, Tensor):
-        hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else None
+        hidden = mask == 0 if isinstance(mask, Tensor) and mask.shape == positions.shape[-2:] else hidden
         check_positions(name, positions, hidden, by_distance)

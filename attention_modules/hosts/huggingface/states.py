@@ -108,7 +108,15 @@ def _become_state(layer: Any, index: int, name: str) -> None:
 
 def _empty() -> dict[str, Any]:
     """What such a layer of a cache keeps, before it is called."""
-    kept = {"state": {}, "base": {}, "recent": {}, "of": None, "hidden": None, "index": None, "expected": None}
+    kept: dict[str, Any] = {
+        "state": {},
+        "base": {},
+        "recent": {},
+        "of": None,
+        "hidden": None,
+        "index": None,
+        "expected": None,
+    }
     return kept | dict.fromkeys(("ready", "any_tokens", "stale", "pending"), False)
 
 

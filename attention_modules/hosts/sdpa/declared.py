@@ -218,6 +218,7 @@ class DeclaredHost(SDPAHost):
                     turned=not normed and max(q.apart, k.apart) > close,
                     batch_first=q.source.batch_first,
                     asking=q.source.place,
+                    asks_more=self._asks_more(layer, call, widths, by_head),
                 )
             if not closest or v.apart < closest[2].apart:
                 closest = fits
@@ -230,6 +231,10 @@ class DeclaredHost(SDPAHost):
             "order, each in one piece or head by head, and nothing else, such as a gate (for any other there is "
             "attnswap.register_host)"
         )
+
+    def _asks_more(self, layer: nn.Module, call: Call, widths: Widths, by_head: bool) -> str | None:
+        rows = Projections(self.parts, by_head).rows(layer, "q", widths)
+        return call.asks_more(layer, rows.owner, rows.features())
 
     def _fit(self, layer: nn.Module, call: Call, letter: str, widths: Widths, by_head: bool) -> _Fit:
         """Of q, k or v, what its declared projection gives of the input from which it is least apart."""
@@ -341,7 +346,7 @@ class DeclaredHost(SDPAHost):
 
     def limits(self, layer: Any) -> Limits:
         found = super(SDPAHost, self).limits(layer)
-        query = found.without_query or self.projections(layer).query_refusal(layer)
+        query = found.without_query or self.projections(layer).query_refusal(layer) or self.seam(layer).asks_more
         if self.query_norm is not None:
             query = "it normalizes queries, whose weights would train nothing without a query; choose one with a query"
         return replace(found, of=self._uneven(layer), without_query=query, rotates=self.seam(layer).turned)

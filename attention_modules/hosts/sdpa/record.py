@@ -40,9 +40,12 @@ class _Recorder(TorchFunctionMode):
         if func is TARGET and self.running:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")[: len(args)]
             named = {**dict(zip(names, args, strict=True)), **kwargs}  # torch 2.9 compiles no other zip
-            causal = bool(named.get("is_causal")) or _hides_future(named.get("attn_mask"))
+            mask = named.get("attn_mask")
+            causal = bool(named.get("is_causal")) or _hides_future(mask)
             made = named["query"], named["key"], named["value"]
-            self.calls.append(Call(*made, causal, named.get("scale"), [*self.running]))
+            asked = made[0].view_as(made[0])
+            self.calls.append(Call(*made, causal, named.get("scale"), [*self.running], asked, mask))
+            args, kwargs = ((asked, *args[1:]), kwargs) if args else (args, {**kwargs, "query": asked})
         return func(*args, **kwargs)
 
 
@@ -99,6 +102,7 @@ def recorded(model: nn.Module, example: Any) -> Record:
         twin(*args, **kwargs)
     for call in recorder.calls:
         call.around = [(of[module], given) for module, given in call.around]
+        call.outs = {of[module]: out for module, out in call.outs.items()}
         found.calls.setdefault(call.around[-1][0], []).append(call)
         for module, _ in call.around:
             found.inside.setdefault(module, []).append(call)
@@ -188,7 +192,10 @@ def _tracked(x: Tensor) -> Tensor:
 
 def _leaving(recorder: _Recorder) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        recorder.running.pop()
+        _, given = recorder.running.pop()
+        for call in recorder.calls:
+            if any(each is given for _, each in call.around):
+                call.outs[module] = out
 
     return hook
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 ORDER = ("ordered", "ordered_keys", "ordered_values")  # of Seam, what a layer of zeros does not show
 
@@ -66,6 +67,7 @@ class Seam:
         ordered_keys: likewise each key, of the tokens that the queries are made of.
         ordered_values: likewise each value, of the sample in its place.
         given: all of its arguments that are sequences.
+        asks_more: what its queries do beside asking the keys, where that is looked for.
     """
 
     dim: int | None = None
@@ -86,6 +88,7 @@ class Seam:
     ordered_keys: bool | None = None
     ordered_values: bool | None = None
     given: tuple[Place, ...] = ()
+    asks_more: str | None = None
 
 
 @dataclass
@@ -98,6 +101,11 @@ class Call:
     causal: bool
     scale: float | None
     around: list[tuple[nn.Module, dict[Place, Tensor]]]
+    asked: Tensor
+    """A view of q, through which nothing but this call is reached."""
+    mask: Tensor | None = None
+    outs: dict[nn.Module, Any] = field(default_factory=dict)
+    """What the modules around gave."""
     seams: dict[nn.Module, Seam] = field(default_factory=dict)
     """What it said of modules so far."""
 
@@ -124,6 +132,32 @@ class Call:
         if module not in self.seams:
             self.seams[module] = self._seam(module)
         return self.seams[module]
+
+    def asks_more(self, module: nn.Module, projection: nn.Module, rows: Sequence[int]) -> str | None:
+        """What the module's queries do beside asking the keys; None if nothing, or where no gradient can tell.
+
+        Args:
+            module: one of those around it.
+            projection: the linear layer of the queries.
+            rows: of its weight, those that make queries.
+        """
+        named = {name: each for name, each in module.named_parameters() if each.requires_grad}
+        given = [each for each in (*tree_leaves(self.outs.get(module)), self.mask) if _has_gradient(each)]
+        handle = self.asked.register_hook(torch.zeros_like) if _has_gradient(self.asked) else None
+        if handle is None or not named:
+            return None
+        beside = _gradients(given, named)
+        handle.remove()
+        asking, others = (_gradients(of, named) for of in ([self.q], [self.k, self.v]))
+        weight = next((beside[name] for name, each in named.items() if each is projection.weight), None)
+        if weight is not None and bool(weight[list(rows)].any()):
+            return "its forward uses its queries elsewhere, too (a residual, a bias); choose one with a query"
+        own = {id(each) for each in projection.parameters()}
+        for name, each in named.items():
+            found = [gradient is not None and bool(gradient.any()) for gradient in (asking[name], beside[name])]
+            if id(each) not in own and found == [True, False] and others[name] is None:
+                return f"{name!r} acts on its queries alone, and would train nothing; choose one with a query"
+        return None
 
     def _seam(self, module: nn.Module) -> Seam:
         flat, source = self.q.dim() == 3, self._asking(module)
@@ -169,6 +203,21 @@ class Call:
                 if of_query and of_key and of_query.isdisjoint(of_key):
                     return True
         return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _gradients(made: Sequence[Tensor], of: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The gradients of a weighed sum of tensors."""
+    made, drawn = [each for each in made if each.requires_grad], torch.Generator().manual_seed(0)
+    if not made:
+        return dict.fromkeys(of)
+    with torch.inference_mode(False), torch.enable_grad():
+        sums = [(each.float() * torch.randn(each.shape, generator=drawn).to(each.device)).sum() for each in made]
+        found = torch.autograd.grad(sums, [*of.values()], allow_unused=True, retain_graph=True)
+    return dict(zip(of, found, strict=True))
 
 
 def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:

@@ -96,6 +96,7 @@ class QKClip(QueryKeyObserver):
         self._left: set[int] = set()  # those whose step began in this batch, and was not taken
         self._clipped: list[Tensor] = []  # how many key heads, in each step of this batch
         self._reached = False  # whether a step of this fit came by
+        self._by_hand = False  # whether backward passes may be the module's own, which nobody tells of
         self._on_step = ExitStack()  # the hooks of optimizers
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
         self._resumed: dict[str, Any] = {}
@@ -122,6 +123,7 @@ class QKClip(QueryKeyObserver):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._check(trainer, pl_module)  # again: the module may have frozen weights since
+        self._by_hand = not pl_module.automatic_optimization
         self._scaler = None
         self._largest, self._clipped = [None] * len(self._layers), []
         self._current = [None] * len(self._layers)
@@ -186,6 +188,8 @@ class QKClip(QueryKeyObserver):
         trained[0].register_hook(partial(self._count, index, seen))
 
     def _count(self, index: int, seen: Tensor, *_: Tensor) -> None:
+        if not (self._in_backward or self._by_hand):  # torch.autograd.grad() of somebody, for a gradient of his own
+            return
         for held in (self._largest, self._current):
             before = held[index]
             held[index] = seen if before is None else torch.maximum(before, seen)

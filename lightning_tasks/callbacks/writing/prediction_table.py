@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.utilities import rank_zero_warn
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_tasks.callbacks.base import check_alone
 from lightning_tasks.runs.files import run_folder
@@ -42,6 +43,7 @@ class PredictionTable(BasePredictionWriter):
         super().__init__("batch")
         self._path: Path | None = None
         self._count = 0
+        self._dataset: Any = None
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a second one."""
@@ -56,10 +58,11 @@ class PredictionTable(BasePredictionWriter):
         if not hasattr(pl_module, "prediction_rows"):
             rank_zero_warn(f"predictions are not written: {type(pl_module).__name__} has no prediction_rows")
             return
-        loaders = trainer.predict_dataloaders
-        if isinstance(loaders, (list, tuple, dict)) and len(loaders) > 1:
+        loaders = tree_leaves(trainer.predict_dataloaders)
+        if len(loaders) > 1:
             rank_zero_warn(f"predictions are not written: a table is of one loader, and there are {len(loaders)}")
             return
+        self._dataset = getattr(loaders[0], "dataset", None)
         path = Path(run_folder(trainer) or trainer.default_root_dir) / TABLE  # of rank zero, which the others are told
         self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,12 +82,11 @@ class PredictionTable(BasePredictionWriter):
         if self._path is None:
             return
         rows: list[dict[str, Any]] = pl_module.prediction_rows(prediction, batch)  # type: ignore[operator]
-        dataset = getattr(trainer.predict_dataloaders, "dataset", None)
         indices = list(batch_indices or range(self._count, self._count + len(rows)))
         if len(indices) != len(rows):  # what cannot be read is left out of its batch
-            indices = [index for index in indices if dataset[index] is not None]  # type: ignore[index]
+            indices = [index for index in indices if self._dataset[index] is not None]  # type: ignore[index]
         self._count += len(rows)
-        name = getattr(getattr(dataset, "images", None), "name", None)
+        name = getattr(getattr(self._dataset, "images", None), "name", None)
         named = [{"index": index, **({"sample": name(index)} if name else {})} for index in indices]
         whole = [{**one, **row} for one, row in zip(named, rows, strict=True)]
         for row in whole:

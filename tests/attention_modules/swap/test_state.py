@@ -213,3 +213,15 @@ def test_a_mechanism_is_made_where_the_model_around_it_is_not() -> None:
         swap_attention(model, "gated")
     assert torch.equal(model.attn.mechanism.gate.weight, expected.attn.mechanism.gate.weight)
     assert torch.equal(model.attn.mechanism.gate.bias, expected.attn.mechanism.gate.bias)
+
+
+@pytest.mark.parametrize("mechanism", ["gated", "forgetting"])
+def test_gates_start_as_the_mechanism_says_where_tools_reset_each_module(mechanism: str) -> None:
+    from lightning.fabric.utilities.init import _materialize_distributed_module
+
+    model = Block()
+    swap_attention(model, mechanism, bias=30.0, std=0.0)
+    _materialize_distributed_module(model.to("meta"), torch.device("cpu"))
+    gate = model.attn.mechanism.gate
+    assert bool((gate.bias == 30.0).all())
+    assert not gate.weight.any()

@@ -4,7 +4,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from attention_modules.hosts import attention_layers
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import LocAteR
+from lightning_tasks.callbacks import LocAteR, QKClip
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay, qk_entries
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
 from tests.rows import each_row
@@ -149,8 +149,14 @@ def test_bad_weight_decay(value):
 
 @each_row("order", [1, -1])
 def test_freezing_what_locater_trains_is_refused(tmp_path, order):
-    with pytest.raises(ValueError, match=r"penalty that LocAteR puts on model\.layers\.0\.attn.*observe_only=True"):
+    with pytest.raises(ValueError, match=r"whatever LocAteR does to model\.layers\.0\.attn.*observe_only=True"):
         fit(tmp_path, *[FreezeQK(), LocAteR(0.1)][::order])
+
+
+@each_row("other", [QKClip(), QKWeightDecay(0.1)])
+def test_freezing_what_another_callback_changes_is_refused(tmp_path, other):
+    with pytest.raises(ValueError, match=rf"whatever {type(other).__name__} does to model\.layers\.0\.attn"):
+        fit(tmp_path, other, FreezeQK())
 
 
 def test_freezing_behind_an_average_is_refused(tmp_path):

@@ -6,9 +6,11 @@ import warnings
 import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule
+from lightning.pytorch.callbacks import ModelPruning
 
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
+from tests.lightning_tasks.callbacks.modules import BuildsInSetup, TinyLM, fit
 from tests.lightning_tasks.language_data import trainer
 from tests.rows import each_row
 
@@ -78,3 +80,30 @@ def test_where_more_than_the_head_differs_it_is_an_error(tmp_path, num_classes, 
     saved(tmp_path / "a.ckpt", num_classes, **change)
     with pytest.raises(ValueError, match=r"a\.ckpt: its weights do not fit ImageClassificationTask"):
         started(tmp_path / "a.ckpt")
+
+
+def test_each_module_gets_the_weights_and_none_twice(tmp_path):
+    torch.save(TinyLM().state_dict(), tmp_path / "a.ckpt")
+    load = InitFromCheckpoint(str(tmp_path / "a.ckpt"))
+    for _ in range(2):
+        module = TinyLM(lr=0.0)
+        torch.nn.init.zeros_(module.net["head"].weight)
+        fit(module, [load])
+        assert torch.equal(module.net["head"].weight, TinyLM().net["head"].weight)
+    torch.nn.init.zeros_(module.net["head"].weight)
+    fit(module, [load])
+    assert not module.net["head"].weight.any()
+
+
+def test_what_pruning_rewinds_to_are_the_weights_of_the_file(tmp_path):
+    torch.save(TinyLM().state_dict(), tmp_path / "a.ckpt")
+    load = InitFromCheckpoint(str(tmp_path / "a.ckpt"))
+    module = TinyLM(lr=0.0)
+    torch.nn.init.ones_(module.net["head"].weight)
+    fit(module, [load, ModelPruning("l1_unstructured", amount=0.3)])
+    weight, given = module.net["head"].weight, TinyLM().net["head"].weight
+    assert torch.equal(weight[weight != 0], given[weight != 0])
+    with pytest.raises(ValueError, match="list InitFromCheckpoint before ModelPruning"):
+        fit(TinyLM(), [ModelPruning("l1_unstructured"), load])
+    with pytest.raises(ValueError, match="ModelPruning copies the module before its setup and configure_model"):
+        fit(BuildsInSetup(), [load, ModelPruning("l1_unstructured")])

@@ -62,6 +62,16 @@ def test_the_command_writes_them_without_a_logger_too(tmp_path, monkeypatch, cap
         assert len(read(tmp_path / name)) == 360
 
 
+def test_a_loader_that_stands_alone_in_a_list_names_its_samples(tmp_path):
+    data = DigitsDataModule(batch_size=100)
+    trainer(tmp_path, callbacks=[PredictionTable()]).predict(task(), data)
+    for several in ([data.test_dataloader()], {"a": data.test_dataloader()}):
+        trainer(tmp_path, callbacks=[PredictionTable()]).predict(task(), several)
+    first, *others = (list(read(path)[7].values())[:2] for path in sorted(tmp_path.glob("predictions*.csv")))
+    assert first == ["7", "image 7"]
+    assert others == [first] * 2
+
+
 def test_images_that_cannot_be_read_keep_the_others_in_place(tmp_path):
     for split in ("train", "val"):
         write_class_folders(tmp_path / "images" / split, {"cat": 2, "dog": 3})

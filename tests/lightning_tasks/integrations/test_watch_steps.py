@@ -458,6 +458,12 @@ def test_a_state_holds_where_a_mean_began():
     assert torch.equal(before, after)
 
 
+def test_a_state_within_the_block_comes_too_late():
+    model = network()
+    with attnswap.watch(model, log=dict) as loop, pytest.raises(RuntimeError, match="comes before the block"):
+        loop.load_state_dict({"step": 500})
+
+
 def test_a_resumed_loop_goes_on_where_it_was():
     """Its steps are counted on, and what is looked at every few steps is looked at then."""
     found = []

@@ -95,7 +95,11 @@ def test_distances_over_a_gap_are_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"counts columns, and these position_ids do not"):
         model(tokens, attention_mask=mask, **positions)
     order = mask.argsort(dim=1, descending=True, stable=True)  # padded behind
-    model(tokens.gather(1, order), attention_mask=mask.gather(1, order))
+    behind, seen = tokens.gather(1, order), mask.gather(1, order)
+    model(behind, attention_mask=seen)
+    if family == "roberta":  # whose padding is told by its tokens, too
+        model(behind)
+        model(behind, attention_mask=seen[:, None, None].expand(-1, -1, 6, -1).bool())
 
 
 def test_padding_before_is_refused_where_all_tokens_are_seen_too() -> None:

@@ -165,6 +165,17 @@ def test_networks_that_only_look_alike_get_parameters_of_their_own() -> None:
     assert not torch.equal(*gates)
 
 
+def test_what_a_frozen_twin_has_learned_is_its_own() -> None:
+    teacher, model = encoder(), nn.ModuleDict({"student": encoder()})
+    swap_attention(teacher, "sink")
+    trained = teacher.layers[0].self_attn.mechanism.sink
+    trained.data.fill_(7.0)
+    model["teacher"] = teacher.requires_grad_(False)
+    swap_attention(model, "sink", where="student*")
+    assert not model["student"].layers[0].self_attn.mechanism.sink.any()
+    assert bool((trained == 7.0).all())
+
+
 @each_row("where", ["student*", ["student.layers.*"], lambda name, module: name.startswith("student")])
 def test_a_twin_that_is_left_out_is_told(where: object) -> None:
     model = pair()

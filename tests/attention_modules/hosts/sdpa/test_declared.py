@@ -388,3 +388,51 @@ def test_sequence_first_maps_are_those_of_a_batch_first_layer() -> None:
         swap_attention(joint, mechanism)
         maps = attention_maps(first, X.transpose(0, 1))[""]
         torch.testing.assert_close(maps, attention_maps(joint, X)[""])
+
+
+class Asks(nn.Module):
+    """Of Base; ``ask`` makes what asks the keys, ``beside`` what comes to the output, ``bias`` a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.temperature, self.shift = nn.Parameter(torch.ones(2, 1, 1)), nn.Parameter(torch.zeros(2, 1, 8))
+        self.rel = nn.Parameter(torch.randn(6, 6, 8))
+
+    def ask(self, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+    beside = bias = lambda self, q: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(2, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, 2))
+        out = nn.functional.scaled_dot_product_attention(self.ask(q), k, v, attn_mask=self.bias(q))
+        more = self.beside(q)
+        return self.out((out if more is None else out + more).transpose(1, 2).flatten(2))
+
+
+ELSEWHERE = "uses its queries elsewhere, too"
+
+
+@pytest.mark.parametrize(
+    ("members", "text"),
+    [
+        ({"ask": lambda self, q: q * self.temperature}, "'temperature' acts on its queries alone"),
+        ({"ask": lambda self, q: q + self.shift}, "'shift' acts on its queries alone"),
+        ({"beside": lambda self, q: q}, ELSEWHERE),
+        ({"bias": lambda self, q: torch.einsum("bhnd,nmd->bhnm", q, self.rel)}, ELSEWHERE),
+    ],
+    ids=["temperature", "bias", "residual", "relative positions"],
+)
+def test_a_query_that_does_more_is_not_left_out(members: dict[str, Any], text: str) -> None:
+    kind = type("Does", (Asks,), members)
+    declare_host(kind, qkv="qkv", heads=2)
+    model = nn.Sequential(kind())
+    with pytest.raises(AttentionSwapError, match=text):
+        swap_attention(model, "symmetric", example=torch.randn(2, 6, 16))
+    swap_attention(model, "sink")
+    plain = type("DoesNot", (Asks,), {})
+    declare_host(plain, qkv="qkv", heads=2)
+    layer = plain()
+    nn.init.zeros_(layer.out.weight)
+    swap_attention(nn.Sequential(layer), "symmetric")

@@ -21,6 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.sdpa import record
 from attention_modules.hosts.sdpa.record import known
@@ -271,6 +272,34 @@ def test_a_layer_in_a_layer(example: Tensor | None) -> None:
     torch.testing.assert_close(model(features()), Joint.forward(model[0], alone(features())))
 
 
+class Pools(nn.Module):
+    """It asks the tokens of an encoder itself."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.query = encoder, nn.Parameter(torch.randn(1, 1, 192))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.encoder(x)
+        return nn.functional.scaled_dot_product_attention(self.query.expand(len(x), -1, -1), tokens, tokens)
+
+
+@pytest.mark.parametrize("mechanism", ["sigmoid", "entmax", "retention", "symmetric"])
+def test_a_model_that_calls_the_function_hides_no_layers_inside(mechanism: str) -> None:
+    layer = nn.TransformerEncoderLayer(192, 3, 192, batch_first=True)
+    vit = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    vit.forward = vit.forward_features
+    for encoder in (nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), vit):
+        model, inside = Pools(encoder), [row.name for row in swap_attention(copy.deepcopy(encoder), mechanism)]
+        names = [f"encoder.{name}" for name in inside]
+        for name in (mechanism, "softmax"):  # the second of a swapped model
+            report = swap_attention(model, name)
+            assert [row.name for row in report] == names
+            assert [(row.name, "stands for one call" in row.reason) for row in report.skipped] == [("", True)]
+        restore_attention(model)
+        assert not [each for each in model.modules() if isinstance(each, Swapped)]
+
+
 class ByLoopedHelper(nn.Module):
     """The loop is not in the function that calls."""
 
@@ -312,8 +341,14 @@ def test_the_mechanism_acts_once_in_a_part_that_is_compiled() -> None:
 class ByAnotherMethod(ByMethod):
     """As DINOv3 is called while it trains."""
 
+    def each(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*[_heads(x)] * 3)
+
     def forward_list(self, several: list[Tensor]) -> list[Tensor]:
         return [self._attend(x) for x in several]
+
+    def each_of_list(self, several: list[Tensor]) -> list[Tensor]:
+        return [self.each(x) for x in several]
 
 
 def test_the_mechanism_acts_in_a_method_beside_the_forward() -> None:
@@ -328,6 +363,12 @@ def test_the_mechanism_acts_in_a_method_beside_the_forward() -> None:
     torch.testing.assert_close(again[0], mean)
     restore_attention(layer)
     assert torch.equal(layer.forward_list([x])[0], expected)
+
+
+def test_the_mechanism_acts_once_where_one_method_calls_another() -> None:
+    layer, x = ByAnotherMethod(), features()
+    swap_attention(layer, "l2", example=x)  # whose own code calls the function with other queries
+    torch.testing.assert_close(layer.each_of_list([x])[0], layer(x))
 
 
 class Checkpointed(Joint):

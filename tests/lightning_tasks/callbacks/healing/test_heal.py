@@ -61,6 +61,13 @@ def test_the_teacher_has_the_weights_that_a_run_starts_from(tmp_path):
     assert before_copies([monitor, load]) == [load, monitor]
 
 
+def test_the_order_is_looked_at_in_a_validation_too(tmp_path):
+    torch.save(Task().state_dict(), tmp_path / "start.ckpt")
+    run = pl.Trainer(**QUIET, callbacks=[DriftMonitor(), InitFromCheckpoint(str(tmp_path / "start.ckpt"))])
+    with pytest.raises(ValueError, match="list InitFromCheckpoint before DriftMonitor"):
+        run.validate(Task(), data())
+
+
 def test_an_error_within_a_step_leaves_the_rates_as_they_were():
     rates = []
 

@@ -211,6 +211,23 @@ def test_each_of_several_steps_in_a_batch_clips():
     assert torch.equal(weights_of(found), weights_of(expected))
 
 
+def test_a_pass_for_a_gradient_of_the_modules_own_counts_nothing():
+    class Probes(TinyLM):
+        def training_step(self, batch, batch_idx):
+            inputs, _ = batch
+            with torch.no_grad():
+                self.net["embed"].weight.mul_(30)
+            torch.autograd.grad(self(inputs).square().mean(), [self.net["head"].weight])
+            with torch.no_grad():
+                self.net["embed"].weight.div_(30)
+            return super().training_step(batch, batch_idx)
+
+    found, expected = Probes(lr=0.0), TinyLM(lr=0.0)
+    for module in (found, expected):
+        fit(module, [QKClip(TAU)], batches(1))
+    torch.testing.assert_close(weights_of(found), weights_of(expected))
+
+
 class Poisoned(TinyLM):
     """Its second loss is NaN."""
 
