@@ -81,7 +81,7 @@ class AGNewsDataModule(TextDataModule):
         for path in self._shards(split):
             for texts in read_column(path, "text", _ROWS_A_BATCH):
                 yield [
-                    text
+                    f"{text}\n"
                     for index, text in enumerate(texts, start=first)
                     if split == "test" or (index % _HELD_OUT == 0) == (split == "validation")
                 ]

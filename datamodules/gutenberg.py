@@ -77,4 +77,4 @@ class GutenbergDataModule(TextDataModule):
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.path} is not UTF-8 ({error.reason}, byte {error.start}): convert it") from error
         first, last = (len(lines) * tenth // 10 for tenth in _BOUNDS[split])
-        yield lines[first:last]
+        yield [f"{line}\n" for line in lines[first:last]]

@@ -74,7 +74,7 @@ class PythonSourceDataModule(TextDataModule):
     def lines(self, split: str) -> Iterator[list[str]]:
         for index, path in enumerate(self._files):
             if _SPLIT_OF_TENTH.get(index % 10, "train") == split:
-                yield path.read_text(encoding="utf-8", errors="replace").splitlines()
+                yield [f"{line}\n" for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
 
     @cached_property
     def _files(self) -> list[Path]:

@@ -99,7 +99,7 @@ class TextDataModule(DataModule):
 
     @abstractmethod
     def lines(self, split: str) -> Iterator[list[str]]:
-        """The lines of `split` in order, in batches."""
+        """The lines of `split` in order, with their line breaks, in batches."""
 
     @property
     def vocab_size(self) -> int:

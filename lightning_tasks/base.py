@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.files.names import allowed_names
@@ -181,6 +181,19 @@ class BaseTask(LightningModule):
         go_on(self.trainer, self, self._random_states)
         self._random_states = None
 
+    def on_validation_epoch_start(self) -> None:
+        """Count anew, also after an epoch that was broken off."""
+        self._reset_metrics("val_")
+
+    def on_test_epoch_start(self) -> None:
+        """Count anew, also after an epoch that was broken off."""
+        self._reset_metrics("test_")
+
+    def _reset_metrics(self, prefix: str) -> None:
+        for name, part in self.named_children():
+            if name.startswith(prefix) and isinstance(part, (Metric, MetricCollection)):
+                part.reset()
+
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""
         optimizer = build_optimizer(self.hparams["optimizer"], self.optimizer_groups())
@@ -205,7 +218,7 @@ class BaseTask(LightningModule):
         """Step a schedule of torch as Lightning does, one of timm by the number of steps or epochs so far."""
         if hasattr(scheduler, "step_update"):
             run, interval = self.trainer, self.hparams["scheduler_interval"]
-            step_timm(scheduler, interval, run.global_step, run.current_epoch + 1, metric)
+            step_timm(scheduler, interval, run.global_step, run.current_epoch + 1)
         else:
             super().lr_scheduler_step(scheduler, metric)
 

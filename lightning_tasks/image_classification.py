@@ -263,11 +263,6 @@ class ImageClassificationTask(VisionTask):
         self.log_dict(metrics, prog_bar=False, batch_size=len(labels))
         return logits
 
-    def on_test_epoch_start(self) -> None:
-        """Count anew, also after a test that was broken off."""
-        self.test_classes.reset()
-        self.test_confusion.reset()
-
     def on_test_epoch_end(self) -> None:
         """Write the accuracy a class and the confusion matrix into the run's folder."""
         accuracy, confusion = self.test_classes.compute().cpu(), self.test_confusion.compute().cpu()

@@ -135,7 +135,7 @@ class SegmentationTask(VisionTask):
         network = self._builder.build(num_classes)
         self.swap(network)
         path = self.hparams["backbone_checkpoint"]
-        if path is not None and getattr(self._trainer, "training", False):
+        if path is not None and self._trainer is not None and self._trainer.ckpt_path is None:
             load_backbone(network, path)
         for stage in ("val", "test"):
             setattr(self, f"{stage}_scores", SegmentationScores(num_classes, self.hparams["ignore_index"]))
@@ -217,14 +217,6 @@ class SegmentationTask(VisionTask):
         getattr(self, f"{stage}_scores").update(found, masks)
         return found
 
-    def on_validation_epoch_start(self) -> None:
-        """Count anew, also after an epoch that was broken off."""
-        self._reset_scores("val")
-
-    def on_test_epoch_start(self) -> None:
-        """Count anew, also after an epoch that was broken off."""
-        self._reset_scores("test")
-
     def on_validation_epoch_end(self) -> None:
         """Log the metrics of the split."""
         self._log_scores("val")
@@ -235,10 +227,6 @@ class SegmentationTask(VisionTask):
         folder = run_folder(self.trainer)
         if folder is not None and self.trainer.is_global_zero:
             write_class_iou(folder / "test_classes.csv", self.class_names, confusion)
-
-    def _reset_scores(self, stage: str) -> None:
-        for metric in (getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")):
-            metric.reset()
 
     def _log_scores(self, stage: str) -> Tensor:
         metric, mean_loss = getattr(self, f"{stage}_scores"), getattr(self, f"{stage}_loss")

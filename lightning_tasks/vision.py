@@ -106,7 +106,8 @@ class VisionTask(BaseTask):
         """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
         if self.hparams["param_groups"] is not None:
             return super().optimizer_groups()
-        return model_groups(self.model, self.hparams["optimizer"], self.hparams.get("layer_decay"))
+        decay, schedule = self.hparams.get("layer_decay"), self.hparams["scheduler"]
+        return model_groups(self.model, self.hparams["optimizer"], decay, schedule)
 
 
 def class_count(task: str, given: int | None, datamodule: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-FORMAT = 1
+FORMAT = 2
 _MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
 

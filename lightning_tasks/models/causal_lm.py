@@ -94,12 +94,13 @@ def _hugging_face(spec: str | Spec, vocab_size: int) -> nn.Module:
         return AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**{**spec, "vocab_size": vocab_size}), trust_remote_code=False
         )
+    dtype = torch.get_default_dtype()  # as the trainer's precision has it, and not the file
     try:
         model: Any
         if (Path(spec) / PLAN).is_file():  # it was saved with swapped attention, and is trained on with it
-            model = load_pretrained(AutoModelForCausalLM, spec)
+            model = load_pretrained(AutoModelForCausalLM, spec, dtype=dtype)
         else:
-            model = AutoModelForCausalLM.from_pretrained(spec, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_pretrained(spec, trust_remote_code=False, dtype=dtype)
     except Exception as error:  # of the hub's client, its transport, or a folder that holds something else
         raise ValueError(
             f"{spec!r} names no class of lightning_tasks.models, and could not be loaded as a pretrained Hugging Face "

@@ -47,34 +47,68 @@ def parameter_groups(
     return [{"params": rest}, *groups] if rest else groups
 
 
-def model_groups(model: nn.Module, optimizer: Spec, layer_decay: float | None = None) -> list[dict[str, Any]]:
-    """timm's optimizer groups: no weight decay on norms, biases and what the model names, and a rate a layer.
+def model_groups(
+    model: nn.Module, optimizer: Spec, layer_decay: float | None = None, scheduler: Spec | None = None
+) -> list[dict[str, Any]]:
+    """timm's optimizer groups: no weight decay on Parameters of one axis and what the model names, and a rate a layer.
 
-    A group's learning rate is the optimizer's times layer_decay^(layers above it); schedules keep these ratios.
+    A group's learning rate is the optimizer's times layer_decay^(layers above it); the schedule keeps these ratios.
 
     Args:
-        model: a timm model, also a swapped one; its frozen parameters are left out.
+        model: a timm model, also a swapped or compiled one; its frozen parameters are left out.
         optimizer: plain data of the optimizer, for its rate and weight decay.
         layer_decay: factor from one layer to the one below, or None for one rate.
+        scheduler: plain data of the schedule.
 
     Raises:
-        ValueError: if ``layer_decay`` is not in (0, 1].
+        ValueError: if ``layer_decay`` is not in (0, 1], or the schedule has one rate, or one floor, for all groups.
     """
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
+    model = getattr(model, "_orig_mod", model)
     names: Any = getattr(model, "no_weight_decay", None)
     kept = names() if names is not None else ()
-    weight_decay = _argument(optimizer, "weight_decay", 0.0)
+    weight_decay = _argument(optimizer, "weight_decay", None)
+    given = _SOME_DECAY if weight_decay is None else weight_decay
     if layer_decay is None:
-        return param_groups_weight_decay(model, weight_decay, no_weight_decay_list=kept)
+        groups = param_groups_weight_decay(model, given, no_weight_decay_list=kept)
+        return groups if weight_decay is not None else _with_own_decay(groups)
     if not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay!r}")
     rate = _argument(optimizer, "lr", None)
     if rate is None:
         raise ValueError(f"layer_decay needs a learning rate to scale; give {optimizer['class_path']} the argument lr")
-    groups = param_groups_layer_decay(model, weight_decay, no_weight_decay_list=kept, layer_decay=layer_decay)
+    groups = param_groups_layer_decay(model, given, no_weight_decay_list=kept, layer_decay=layer_decay)
+    groups = groups if weight_decay is not None else _with_own_decay(groups)
+    if scheduler is not None and _is_timms(scheduler):  # which scales its floor and its warm-up too
+        return groups
+    if layer_decay < 1 and scheduler is not None:
+        _refuse_one_rate(scheduler)
     # Schedules of torch know nothing of timm's `lr_scale`.
     return [{"lr": rate * group.pop("lr_scale"), **group} for group in groups]
+
+
+_SOME_DECAY = 1.0  # stands for a weight decay that only the optimizer knows
+
+
+def _with_own_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups without the weight decay that stands for the optimizer's own."""
+    standing = ("weight_decay", _SOME_DECAY)
+    return [{key: value for key, value in group.items() if (key, value) != standing} for group in groups]
+
+
+def _is_timms(scheduler: Spec) -> bool:
+    return str(getattr(import_object(scheduler["class_path"]), "__module__", "")).startswith("timm.")
+
+
+def _refuse_one_rate(scheduler: Spec) -> None:
+    for spec in (scheduler, *_inner_schedules(scheduler)):
+        name, given = spec["class_path"].rsplit(".", 1)[-1], spec["init_args"]
+        if name in ("OneCycleLR", "CyclicLR") or given.get("eta_min") or isinstance(given.get("min_lr"), float):
+            raise ValueError(
+                f"layer_decay gives each layer a rate, and {name} with {given} has one rate, or one floor, for all: "
+                f"take timm.scheduler.{_TIMM_SCHEDULE}, which scales them, or a schedule that ends at 0"
+            )
 
 
 def _argument(spec: Spec, name: str, default: Any) -> Any:
@@ -110,7 +144,7 @@ def schedule_length(spec: Spec, interval: str, trainer: Any) -> dict[str, Any]:
     return {"num_epochs": updates / an_epoch, "updates_per_epoch": an_epoch, "step_on_epochs": interval == "epoch"}
 
 
-def step_timm(scheduler: Any, interval: str, updates: int, epochs: int, metric: Any = None) -> None:
+def step_timm(scheduler: Any, interval: str, updates: int, epochs: int) -> None:
     """Bring a schedule of timm to where the run is, after ``updates`` steps and ``epochs`` epochs.
 
     Raises:
@@ -120,9 +154,9 @@ def step_timm(scheduler: Any, interval: str, updates: int, epochs: int, metric: 
         unit = "epoch" if scheduler.t_in_epochs else "step"
         raise ValueError(f"the schedule counts in {unit}s: give scheduler_interval={unit!r}, or t_in_epochs=... to it")
     if scheduler.t_in_epochs:
-        scheduler.step(epochs, metric)
+        scheduler.step(epochs)
     else:
-        scheduler.step_update(updates, metric)
+        scheduler.step_update(updates)
 
 
 def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
@@ -154,12 +188,24 @@ def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
     if "schedulers" in arguments:
         arguments["schedulers"] = [build_scheduler(entry, optimizer) for entry in _inner_schedules(spec)]
     built = _built({**spec, "init_args": {**length, **arguments}}, "scheduler", optimizer=optimizer)
-    return built[0] if isinstance(built, tuple) else built  # create_scheduler_v2 adds the number of epochs
+    built = built[0] if isinstance(built, tuple) else built  # create_scheduler_v2 adds the number of epochs
+    if type(built).__name__ == "PlateauLRScheduler":
+        raise ValueError(
+            "timm's plateau schedule keeps no count of bad epochs in checkpoints, so a resumed run would differ: take "
+            "ReduceLROnPlateau with scheduler_interval='epoch' and scheduler_monitor"
+        )
+    return built
 
 
 def optimizer_spec(value: Any) -> Spec:
     """Plain data of an optimizer; bare names are those of :mod:`torch.optim`. Raises as :func:`checked_spec`."""
-    return checked_spec(value, torch.optim, place="optimizer")
+    spec = checked_spec(value, torch.optim, place="optimizer")
+    if unread := sorted({"layer_decay", "param_group_fn", "filter_bias_and_bn"} & spec["init_args"].keys()):
+        raise ValueError(
+            f"{spec['class_path']} is given groups of parameters, for which it reads no {', '.join(unread)}: give the "
+            "task layer_decay, or param_groups"
+        )
+    return spec
 
 
 def scheduler_spec(value: Any) -> Spec | None:

@@ -20,7 +20,7 @@ def root(tmp_path):
 
 
 def lines(data, split):
-    return [line for batch in data.lines(split) for line in batch]
+    return [line.removesuffix("\n") for batch in data.lines(split) for line in batch]
 
 
 def test_every_tenth_article_is_held_out(root, cache):

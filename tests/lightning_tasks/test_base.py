@@ -4,12 +4,14 @@ import sys
 import lightning.pytorch as pl
 import pytest
 import torch
+from attnswap.datamodules import DigitsDataModule
 from torch import nn
 
 import lightning_tasks
+from lightning_tasks import ImageClassificationTask, LanguageModelingTask
 from lightning_tasks.base import BaseTask
 from lightning_tasks.training.optimization import build_scheduler, parameter_groups, scheduler_spec
-from tests.lightning_tasks.language_data import trainer
+from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
 from tests.rows import each_row
 
 
@@ -136,3 +138,21 @@ def test_lazy_names():
     assert set(lightning_tasks.__all__) <= set(dir(lightning_tasks))
     with pytest.raises(AttributeError, match="has no attribute 'LanguageModelling'"):
         _ = lightning_tasks.LanguageModelling
+
+
+class BreaksOff(pl.Callback):
+    def on_validation_batch_end(self, run, module, outputs, batch, batch_idx, dataloader_idx=0):
+        if batch_idx == 1:
+            raise MemoryError
+
+
+@pytest.mark.parametrize("kind", ["text", "images"])
+def test_a_validation_that_was_broken_off_counts_nothing_in_the_next(tmp_path, kind):
+    options = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    text = (LanguageModelingTask(SMALL, vocab_size=VOCAB), RandomText(batch_size=2))
+    module, data = text if kind == "text" else (ImageClassificationTask(model_options=options), DigitsDataModule())
+    found = [trainer(tmp_path).validate(module, data, verbose=False)]
+    with pytest.raises(MemoryError):
+        trainer(tmp_path, callbacks=[BreaksOff()]).validate(module, data, verbose=False)
+    found.append(trainer(tmp_path).validate(module, data, verbose=False))
+    assert found[0] == found[1]

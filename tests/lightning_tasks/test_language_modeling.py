@@ -170,6 +170,16 @@ def test_hugging_face_model_with_swapped_attention(source, tmp_path):
     torch.testing.assert_close(loaded.eval().model(inputs).logits, module.model(inputs).logits)
 
 
+def test_a_pretrained_model_trains_in_the_trainers_precision_and_not_its_files(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**GPT2, vocab_size=VOCAB)
+    transformers.AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    for precision, dtype in {"32-true": torch.float32, "bf16-true": torch.bfloat16}.items():
+        module = task(model=str(tmp_path))
+        trainer(tmp_path, precision=precision, limit_train_batches=1).fit(module, RandomText())
+        assert {parameter.dtype for parameter in module.parameters()} == {dtype}
+
+
 @pytest.mark.parametrize(("attention", "found"), [("softmax", "GatedAttention"), ("rpc", "RPCAttention")])
 def test_a_folder_that_was_saved_with_swapped_attention_is_trained_on_with_it(attention, found, tmp_path):
     transformers = pytest.importorskip("transformers")

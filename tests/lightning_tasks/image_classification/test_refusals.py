@@ -94,6 +94,18 @@ def test_a_model_that_has_no_pretrained_weights():
         built(model="vit_small_patch16_36x1_224", pretrained=True)
 
 
+def test_what_an_optimizer_of_groups_does_not_read_is_named():
+    optimizer = {"class_path": "timm.optim.create_optimizer_v2", "init_args": {"opt": "adamw", "layer_decay": 0.5}}
+    with pytest.raises(ValueError, match="for which it reads no layer_decay: give the task layer_decay"):
+        task(optimizer=optimizer)
+
+
+def test_a_plateau_of_timm_is_refused(tmp_path):
+    schedule = {"class_path": "timm.scheduler.create_scheduler_v2", "init_args": {"sched": "plateau"}}
+    with pytest.raises(ValueError, match="take ReduceLROnPlateau with scheduler_interval='epoch'"):
+        trainer(tmp_path).fit(task(scheduler=schedule, scheduler_interval="epoch"), DigitsDataModule(batch_size=250))
+
+
 def test_layer_decay_out_of_range():
     with pytest.raises(ValueError, match="layer_decay must be above 0 and at most 1, got"):
         built(layer_decay=1.5).configure_optimizers()

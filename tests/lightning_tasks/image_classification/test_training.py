@@ -30,7 +30,7 @@ def test_norms_biases_and_positions_have_no_weight_decay(layer_decay):
         assert value == (0.0 if plain else 0.3), name
 
 
-def test_layer_decay_scales_the_rate_of_every_schedule(tmp_path):
+def test_layer_decay_scales_the_rate_of_every_layer():
     module = built(optimizer=DECAY, layer_decay=0.5)
     names = {id(parameter): name for name, parameter in module.model.named_parameters()}
     groups = module.configure_optimizers()["optimizer"].param_groups
@@ -39,6 +39,42 @@ def test_layer_decay_scales_the_rate_of_every_schedule(tmp_path):
     assert rates["blocks.0.attn.proj.weight"] == pytest.approx(rates["blocks.1.attn.proj.weight"] / 2)
     assert rates["patch_embed.proj.weight"] < rates["blocks.0.attn.proj.weight"]
     assert not any("lr_scale" in group for group in groups)  # only timm's schedules would heed it
+
+
+@pytest.mark.parametrize("schedule", [COSINE, {"class_path": "CosineAnnealingLR", "init_args": {"T_max": 9}}])
+def test_schedules_keep_the_ratios_of_layers(tmp_path, schedule):
+    class Ratios(Rates):
+        def on_train_batch_start(self, run, module, batch, batch_idx):
+            rates = [group["lr"] for group in run.optimizers[0].param_groups]
+            self.seen.append(max(rates) / min(rates))
+
+    module, ratios = task(optimizer=DECAY, scheduler=schedule, layer_decay=0.5), Ratios()
+    trainer(tmp_path, callbacks=[ratios], limit_val_batches=0, max_steps=8, max_epochs=-1).fit(
+        module, DigitsDataModule(batch_size=250)
+    )
+    assert ratios.seen == pytest.approx([8.0] * 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("OneCycleLR", {"max_lr": 0.1, "total_steps": 9}), ("CosineAnnealingLR", {"T_max": 9, "eta_min": 1e-5})],
+)
+def test_schedules_of_one_rate_for_all_layers_are_refused(name, options):
+    schedule = {"class_path": name, "init_args": options}
+    with pytest.raises(ValueError, match=f"layer_decay gives each layer a rate, and {name}"):
+        built(optimizer=DECAY, layer_decay=0.5, scheduler=schedule).configure_optimizers()
+
+
+class DecaysItself(torch.optim.AdamW):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+def test_a_weight_decay_that_the_signature_hides_is_the_optimizers_own(layer_decay):
+    optimizer = {"class_path": f"{__name__}.DecaysItself", "init_args": {"lr": 0.1}}
+    groups = built(optimizer=optimizer, layer_decay=layer_decay).configure_optimizers()["optimizer"].param_groups
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.01}  # torch's own
 
 
 def test_param_groups_take_the_place_of_timms():
