@@ -102,6 +102,8 @@ class SelfAttention(nn.Module):
         self.is_causal = is_causal
         spec = AttentionSpec(dim, num_heads, self.head_dim, num_tokens, is_causal, layer_index)
         with torch.random.fork_rng(devices=[]):  # as in a swap: the other weights are those beside softmax attention
+            # By other numbers than these get afterwards.
+            torch.default_generator.manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
             built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
         width = num_heads * self.head_dim
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -127,6 +129,9 @@ class SelfAttention(nn.Module):
             mechanism: as :func:`attention_modules.swap_attention` takes it.
             num_tokens: sequence length N, where the mechanism must know it.
             options: options of the mechanism, hashable.
+
+        The layers do not know their places (``layer_index``), by which ``differential`` starts and ``performer`` draws:
+        swap the attention of the built model for these.
 
         Returns:
             A class; the same one for the same arguments, so that its instances copy and pickle.

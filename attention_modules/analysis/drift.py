@@ -43,8 +43,8 @@ class LayerDrift:
     Args:
         layer: its name.
         relative_error: ‖after - before‖ / ‖before‖ of the layer's output on the inputs that it had before.
-        entropy_before: of its attention in nats, mean over the rows that see a key, heads and samples; of a swapped
-            layer as ``entropy_after``.
+        entropy_before: of its attention in nats, mean over the rows that see a key (of padding, too), heads and
+            samples; of a swapped layer as ``entropy_after``.
         entropy_after: with the mechanism, of its own map (:func:`attnswap.attention_maps`); NaN where it has none.
         output: how far the model's output is when this layer alone is swapped.
         refused: why the layer cannot be swapped alone, all else NaN; "" where it can.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,7 +98,7 @@ def attention_maps(
         MemoryError: if the maps would not fit into the device's memory; before they are made.
         TypeError: if heads or rows are no integers, or there are none.
         ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout, which
-            takes one pass of one call of each layer.
+            takes one pass of one call of each layer of one network.
 
     Example:
         >>> import attnswap, torch
@@ -118,9 +119,24 @@ def attention_maps(
     if not maps:
         raise ValueError(f"none of the layers {', '.join(map(repr, names[:4]))} was called for these inputs")
     if rollout:
+        if len(several := _stacks(model, list(maps))) > 1:
+            shown = ", ".join(map(repr, several.values()))
+            raise ValueError(f"a rollout is of one network, and these layers are of {len(several)}, e.g. {shown}")
         rolled = attention_rollout([each for of in maps.values() for each in of.values()])
         return rolled if wanted is None else rolled[:, _places(wanted, rolled.shape[1], "the rollout")]
     return {name + suffix: each for name, of in maps.items() for suffix, each in of.items()}
+
+
+def _stacks(model: nn.Module, names: Sequence[str]) -> dict[tuple[str, bool], str]:
+    """The last layer of each network, where a decoder with cross-attention and its encoder are two."""
+    found = survey(model)
+    decoders = {stack_of(layer.name) for layer in found.layers if layer.cross}
+    return {(found.network_of(name).name, stack_of(name) in decoders): name for name in names}
+
+
+def stack_of(name: str) -> str:
+    """The part of a layer's name before its number."""
+    return re.split(r"\.\d+\.", name)[0]
 
 
 def see_calls(model: nn.Module, inputs: Inputs, layers: Layers | None, take: Callable[..., None]) -> list[str]:

@@ -342,7 +342,7 @@ def token_similarity(x: Tensor, valid: Tensor | None = None) -> Tensor:
     with torch.autocast(x.device.type, enabled=False):
         unit = torch.nn.functional.normalize(x.float(), dim=-1)
         if valid is not None:
-            unit = unit * valid.unsqueeze(-1)
+            unit = unit.masked_fill(~valid.bool().unsqueeze(-1), 0.0)  # NaN of a token that does not count, too
         squares = unit.square().sum((-2, -1))  # n, but for tokens of zeros
         count = torch.full_like(squares, x.shape[1]) if valid is None else valid.sum(-1).float()
         return (unit.sum(-2).square().sum(-1) - squares) / (count * (count - 1)).masked_fill(count < 2, torch.nan)

@@ -49,7 +49,8 @@ class RobustnessEvaluation(Callback):
 
     Each figure is kept as soon as it is measured, so that a run which was killed goes on where it was when the same
     command is given again; figures of other weights, settings or data are never used. The images are the first
-    ``num_images`` of the first test loader. Lightning's inference mode may stay on. One process only.
+    ``num_images`` of the first test loader. Lightning's inference mode may stay on. One process only. A callback that
+    exchanges weights for a test (an average of them) comes after it.
 
     Args:
         num_images: how many images, all where None. They are held in memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from attention_modules import NoMapError
 from attention_modules.analysis import attention_maps, largest_logit
 from attention_modules.analysis.acting import acting_sums
-from attention_modules.analysis.model_maps import Inputs, Layers, see_calls
+from attention_modules.analysis.model_maps import Inputs, Layers, see_calls, stack_of
 from attention_modules.hosts import AttentionLayer
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
@@ -112,19 +111,14 @@ def _seen(shown: Shown, layers: Layers | None) -> list[dict[str, Any]]:
         raise UsageError(f"{shown.label}: {error}; or leave its layers out (layers=, --layers)") from error
     if not found:
         raise UsageError(f"{shown.label}: none of the layers {', '.join(names[:4])} was called for these inputs")
-    decoders = {_stack(name) for name, layer in found.items() if layer["cross"]}
+    decoders = {stack_of(name) for name, layer in found.items() if layer["cross"]}
     for name, layer in found.items():
-        layer["source"] = bool(decoders) and _stack(name) not in decoders  # a layer of the encoder
+        layer["source"] = bool(decoders) and stack_of(name) not in decoders  # a layer of the encoder
     return [found[name] for name in names if name in found]
 
 
 def _numbers(statistic: Tensor) -> list[list[float | None]]:
     return [[value if np.isfinite(value) else None for value in row] for row in statistic.tolist()]
-
-
-def _stack(name: str) -> str:
-    """The part of a name before the layer's number."""
-    return re.split(r"\.\d+\.", name)[0]
 
 
 def _choose_rows(layers: Sequence[dict[str, Any]], rows: Sequence[int] | None) -> None:

@@ -113,13 +113,33 @@ def robustness_table(
     ]
 
 
+def robustness_notes(runs: Sequence[Run], configs: Sequence[str]) -> list[str]:
+    """Of each line of the table whose cells were measured on other images, or with other notes: what each is of."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for run in runs:
+        for row in run.robustness:
+            line = ", ".join(filter(None, (row.test, row.name, row.setting, row.metric)))
+            found.setdefault(line, {}).setdefault(run.config, set()).add(_measured_on(row))
+    return [
+        f"{line}: " + "; ".join(f"{config}: {' and '.join(sorted(of[config]))}" for config in configs if config in of)
+        for line, of in found.items()
+        if len(set[str]().union(*of.values())) > 1
+    ]
+
+
+def _measured_on(row: Any) -> str:
+    return f"{row.samples:,} samples" + (f", {row.note}" if row.note else "")
+
+
 def _robust(rows: Sequence[Any]) -> str:
     values = [row.value for row in rows]
     for row in rows:
         if math.isnan(row.value):
             return figure(row)
     if not np.isfinite(values).all():
-        return "not finite"
+        return "inf" if rows[0].metric == "median_l2" else "not finite"
+    if len({_measured_on(row) for row in rows}) > 1:
+        return "of several sets"
     text = figure(replace(rows[0], value=float(np.mean(values))))
     if len(values) == 1:
         return text
@@ -232,6 +252,7 @@ def page(read: Read, beside: Path = Path()) -> str:
         ],
         heat_maps=[(name, [(config, Markup(svg)) for config, svg in maps]) for name, maps in heat_maps(rows, configs)],
         robustness=robustness_table(read.runs, configs, diverged),
+        robustness_notes=robustness_notes(read.runs, configs),
         settings=[
             (config, yaml.safe_dump(each, sort_keys=False)) for config, each in settings.items() if each is not None
         ],

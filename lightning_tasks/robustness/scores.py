@@ -237,5 +237,7 @@ def corruption_errors(rows: Sequence[Row]) -> tuple[float, Errors]:
     clean = [row.value for row in rows if row.test == "clean" and row.metric == "accuracy"]
     if not clean:
         raise ValueError("the table has no accuracy on clean images")
+    if other := next((row.metric for row in rows if row.test == "corruption" and row.metric != "accuracy"), None):
+        raise ValueError(f"the table's corruptions have {other}, and errors are those of accuracy")
     corrupted = {(row.name, int(row.setting)): 1 - row.value for row in rows if row.test == "corruption"}
     return 1 - clean[0], {key: value for key, value in corrupted.items() if not math.isnan(value)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import torch
@@ -40,10 +42,24 @@ class InPrecision(nn.Module):
 Model = nn.Module | Callable[[Tensor], Tensor]
 
 
+def networks_of(model: Any) -> list[nn.Module]:
+    """A model that is a module, or the modules that a function, a method or an object refers to."""
+    if isinstance(model, nn.Module):
+        return [model]
+    if isinstance(model, partial):
+        parts = [model.func, *model.args, *model.keywords.values()]
+        return [network for part in parts if callable(part) for network in networks_of(part)]
+    held = [getattr(model, "__self__", None), *getattr(model, "__dict__", {}).values()]
+    if isfunction(function := getattr(model, "__func__", model)):
+        found = getclosurevars(function)
+        held += [*found.nonlocals.values(), *found.globals.values()]
+    return [each for each in held if isinstance(each, nn.Module)]
+
+
 @contextmanager
 def held_still(model: Model, gradients: bool) -> Iterator[None]:
     """The model in eval mode, with or without gradients whatever the caller's mode is; then as it was before."""
-    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
+    modes = [(module, module.training) for network in networks_of(model) for module in network.modules()]
     try:
         for module, _ in modes:
             module.training = False

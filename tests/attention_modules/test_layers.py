@@ -44,6 +44,23 @@ def test_a_head_count_that_does_not_divide_the_width_is_an_error():
         SelfAttention(24, 5)
 
 
+@pytest.mark.parametrize("mechanism", ["retention", "gla", "delta"])
+def test_a_mechanism_does_not_start_with_the_numbers_of_the_queries(mechanism):
+    torch.manual_seed(0)
+    layer = SelfAttention(24, 3, mechanism, {"output": "gated"})
+    assert not torch.isclose(layer.mechanism.gate.weight, layer.qkv.weight[:24]).any()
+
+
+@pytest.mark.parametrize("mechanism", ["gated", "forgetting"])
+def test_what_initializes_the_linear_layers_of_a_model_leaves_a_gate_alone(mechanism):
+    timm = pytest.importorskip("timm")
+    attention = SelfAttention.configured(mechanism, bias=10.0, std=0.0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, attn_layer=attention)
+    gate = model.blocks[0].attn.mechanism.gate
+    assert bool((gate.bias == 10.0).all())
+    assert not gate.weight.any()
+
+
 @each_row(("dim", "heads", "text"), [(24, 0, "num_heads"), (24, -4, "num_heads"), (0, 1, "dim")])
 def test_sizes_below_one_are_an_error(dim, heads, text):
     with pytest.raises(ValueError, match=f"{text} must be positive, got"):

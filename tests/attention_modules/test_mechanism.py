@@ -12,9 +12,10 @@ from attention_modules import (
     available_mechanisms,
     build_mechanism,
     mechanism,
-    mechanism_class,
     register_mechanism,
 )
+from attention_modules.mechanism import mechanism_class
+from attention_modules.swap import swap_attention
 from tests.rows import each_row
 
 SPEC = AttentionSpec(24, 3, 8)
@@ -142,3 +143,26 @@ def test_keywords_that_a_mechanism_does_not_need_are_refused(name):
     q = torch.randn(1, 2, 3, 8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         mechanism(q, q, q, mask=torch.ones(3, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("sink", {"start": -5}),
+        ("gated", {"bias": 5, "std": 0}),
+        ("forgetting", {"bias": 5, "std": 0}),
+        ("ssa", {"start": 1.5}),
+        ("dam", {"start": 5, "num_tokens": 6}),
+    ],
+)
+def test_saturated_neutral_starts_do_not_train_and_nearer_ones_do(name, near):
+    found = []
+    options = mechanism_class(name).neutral
+    for given in ({**options, **({"num_tokens": 6} if name == "dam" else {})}, near):
+        torch.manual_seed(0)
+        model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+        swap_attention(model, name, **given)
+        mechanism = model.self_attn.mechanism
+        model(torch.randn(4, 6, 16)).square()[:, :, :8].mean().backward()
+        found.append(max(float(each.grad.abs().max()) for each in mechanism.parameters()))
+    assert found[1] > 1e-6 > 10 * found[0]

@@ -99,6 +99,7 @@ class WindowAttention(StatefulMechanism):
 
     function = staticmethod(window_attention)
     per_head = ()
+    own_logits: ClassVar = "a row sees a window of the keys"
     neutral: ClassVar = {"window": 1024}
 
     def __init__(self, spec: AttentionSpec, window: int = 512, sinks: int = 4) -> None:

@@ -149,7 +149,8 @@ class DifferentiableAttentionMask(TensorMechanism):
     def gates(self) -> Tensor:
         """m, ``[H, D]``, 0 or 1; in training each call draws anew, and :attr:`drawn` takes what a forward pass uses."""
         if self.training:
-            return F.gumbel_softmax(self.logits, hard=True)[..., 0]
+            logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32))  # float16 draws zeros
+            return F.gumbel_softmax(logits, hard=True)[..., 0].to(self.logits.dtype)
         ahead = self.logits[..., 0] - self.logits[..., 1]
         return torch.where(ahead.isnan(), ahead, (ahead >= 0).to(ahead.dtype))
 

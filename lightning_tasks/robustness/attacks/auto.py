@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention_modules.precision import to_float64
 from lightning_tasks.robustness.attacks.common import (
@@ -23,7 +23,7 @@ from lightning_tasks.robustness.attacks.common import (
     logits_of,
     register_attack,
 )
-from lightning_tasks.robustness.tested_model import Model, held_still
+from lightning_tasks.robustness.tested_model import Model, held_still, networks_of
 from lightning_tasks.runs.measurements import Advance
 
 LIBRARY = "pyautoattack"
@@ -210,7 +210,7 @@ def _flag(text: str) -> str:
 @contextmanager
 def _parameters_fixed(model: Model) -> Iterator[None]:
     """Parameters that take no gradient: FAB calls ``backward``, which would fill theirs."""
-    trained = [each for each in model.parameters() if each.requires_grad] if isinstance(model, nn.Module) else []
+    trained = [each for network in networks_of(model) for each in network.parameters() if each.requires_grad]
     try:
         for parameter in trained:
             parameter.requires_grad = False

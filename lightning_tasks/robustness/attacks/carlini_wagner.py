@@ -93,10 +93,9 @@ def carlini_wagner(
             for _ in range(steps):
                 points = ((center + shift).tanh() + 1) / 2
                 squared = (points - images).square().flatten(1).sum(1)
-                logits = logits_of(model, points, labels)
-                margin = margins(logits, labels)
+                margin = margins(logits_of(model, points, labels), labels)
                 loss = (squared + constant * (margin + confidence).clamp(min=0)).sum()
-                shift.grad = finite_gradient(model, loss, shift, half=logits.dtype == torch.float16)
+                shift.grad = finite_gradient(model, loss, shift)
                 optimizer.step()
                 wrong, norm = margin.detach() < -confidence, squared.detach().sqrt()
                 found |= wrong

@@ -241,18 +241,18 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
             f"{_name(model)} holds tensors made in inference mode (weights, buffers, or what it remembers from "
             "an earlier pass), through which no gradient goes: build and run it with Trainer(inference_mode=False)"
         ) from error
-    gradient = finite_gradient(model, losses.sum(), points, half=logits.dtype == torch.float16)
+    gradient = finite_gradient(model, losses.sum(), points)
     return losses.detach(), gradient
 
 
-def finite_gradient(model: Model, loss: Tensor, points: Tensor, half: bool) -> Tensor:
-    """The gradient of a batch's loss for its points; ``half``: logits are float16.
+def finite_gradient(model: Model, loss: Tensor, points: Tensor) -> Tensor:
+    """The gradient of a batch's loss for its points.
 
     Raises:
         NonFiniteLogitsError: if it is not finite.
         ValueError: if there is none.
     """
-    gradient = _gradient(loss, points, half) if loss.requires_grad else None
+    gradient = _gradient(loss, points) if loss.requires_grad else None
     if gradient is None:
         raise ValueError(
             f"{_name(model)} gives no gradient for its images: its output is detached, or computed under "
@@ -266,15 +266,15 @@ def finite_gradient(model: Model, loss: Tensor, points: Tensor, half: bool) -> T
 
 
 _FACTORS = (2.0**14, 2.0**8)
-"""Of a loss whose gradient goes through float16."""
+"""Of a loss, whose gradient may go through float16 though logits are float32; wider numbers keep every bit."""
 
 
-def _gradient(loss: Tensor, points: Tensor, half: bool) -> Tensor | None:
-    """The gradient of a batch's loss for its points, where ``half`` scaled on the way, so that float16 holds it.
+def _gradient(loss: Tensor, points: Tensor) -> Tensor | None:
+    """The gradient of a batch's loss for its points, scaled on the way, so that float16 holds it.
 
     The factor is the largest of ``_FACTORS`` with which no value overflows, as a gradient scaler has it in training.
     """
-    for factor in _FACTORS if half else ():
+    for factor in _FACTORS:
         (gradient,) = torch.autograd.grad(loss * factor, points, allow_unused=True, retain_graph=True)
         if gradient is not None and gradient.isfinite().all():
             return gradient / factor

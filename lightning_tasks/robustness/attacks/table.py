@@ -159,9 +159,12 @@ def _radii(name: str, given: Any) -> list[tuple[str, float]]:
             f"{{name: {name}, eps: [{_EXAMPLES[norm]}]}}"
         )
     try:
-        return [read_eps(each, norm) for each in given]
+        radii = [read_eps(each, norm) for each in given]
     except ValueError as error:
         raise ValueError(f"the attack {name!r}: {error}") from None
+    if len({radius for _, radius in radii}) < len(radii):
+        raise ValueError(f"the attack {name!r} has a radius twice in eps={given!r}")
+    return radii
 
 
 def read_eps(given: str | float, norm: str = "Linf") -> tuple[str, float]:

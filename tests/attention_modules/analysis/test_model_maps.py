@@ -128,6 +128,14 @@ def test_a_rollout_of_a_layer_that_is_called_twice_is_refused():
     assert "is called several times" in page.html
 
 
+def test_a_rollout_over_two_networks_is_refused():
+    model, x = nn.Transformer(16, 2, 1, 1, 32, batch_first=True), torch.randn(2, TOKENS, 16)
+    with pytest.raises(ValueError, match="a rollout is of one network, and these layers are of 2"):
+        attention_maps(model, (x, x), rollout=True)
+    rolled = attention_maps(model, (x, x), layers=["encoder.*"], rollout=True)
+    torch.testing.assert_close(rolled, attention_maps(model.encoder, x, rollout=True))
+
+
 def test_every_pass_on_request():
     model, x = encoder(), torch.randn(2, TOKENS, 16)
     swap_attention(model, "rpc", layers=[0], iterations=3)

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from attention_modules import swap_attention
 from lightning_tasks.__main__ import main
 from lightning_tasks.callbacks import AttentionMonitor, SwapAttention
-from lightning_tasks.report.page import final_table, order, robustness_table
+from lightning_tasks.report.page import final_table, order, robustness_notes, robustness_table
 from lightning_tasks.report.svg import heat_map, layer_metrics
 from lightning_tasks.runs.divergence import SKIPPED, diverged_cells
 from lightning_tasks.runs.log import merge_epochs
@@ -284,6 +284,17 @@ def test_a_perplexity_that_is_infinite_in_one_run_has_no_mean(tmp_path):
     runs = [Run("a", seed, tmp_path, [], None, [row]) for seed, row in enumerate(rows)]
     assert robustness_table(runs, ["a"]) == [(("clean", "", "", "perplexity"), ["not finite"])]
     assert robustness_table(runs[:1], ["a"])[0][1] == ["not finite"]
+
+
+def test_what_was_measured_on_other_samples_is_said(tmp_path):
+    whole = [Row("mean corruption", "", "", "accuracy", 0.5, 500)]
+    part = [Row("mean corruption", "", "", "accuracy", 0.9, 500, note="2 of 15 corruptions")]
+    runs = [Run(name, 0, tmp_path, [], None, rows) for name, rows in (("a", whole), ("b", part))]
+    (text,) = robustness_notes(runs, ["a", "b"])
+    assert text == "mean corruption, accuracy: a: 500 samples; b: 500 samples, 2 of 15 corruptions"
+    assert robustness_notes(runs[:1], ["a"]) == []
+    seeds = [Run("a", seed, tmp_path, [], None, rows) for seed, rows in enumerate((whole, part))]
+    assert robustness_table(seeds, ["a"])[0][1] == ["of several sets"]
 
 
 def test_the_robustness_of_a_run_that_diverged_is_no_number(tmp_path):

@@ -1,6 +1,8 @@
 """The attacks against closed forms, and what each of them owes: its limits, its determinism, an untouched model."""
 
+import copy
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
@@ -251,6 +253,16 @@ def test_a_gradient_in_half_precision_is_not_lost():
     assert not fgsm(Half(0.0), images, labels, eps=0.1).isnan().any()
 
 
+def test_nor_is_one_that_goes_through_half_precision_to_wider_logits():
+    class Inside(nn.Module):
+        def forward(self, images):
+            first = images.mean((1, 2, 3)).half()
+            return torch.stack([17 + first, -first], 1).float()
+
+    images, labels = torch.full((2, 3, 8, 8), 0.5), torch.zeros(2, dtype=torch.int64)
+    assert (fgsm(Inside(), images, labels, eps=0.1) - images).abs().min() > 0.09
+
+
 # -- a model left as it was --------------------------------------------------------------------------------------------
 
 
@@ -494,3 +506,29 @@ def test_of_a_transfer_the_source_is_told_from_the_model():
     with pytest.raises(NonFiniteLogitsError, match=r"^Rooted gives a gradient"):
         transfer(both, *batch(), eps=EPS, source=both)
     transfer(both, *batch(), eps=EPS, source=convolutional(), steps=1)
+
+
+NETWORK = nn.Sequential(nn.Conv2d(3, 2, 8), nn.BatchNorm2d(2), nn.Dropout(0.5), nn.Flatten())
+
+
+class Calls:
+    def __init__(self, network):
+        self.network = network
+
+    def __call__(self, images):
+        return self.network(images)
+
+    def method(self, images):
+        return self.network(images)
+
+
+def test_a_network_that_a_function_calls_is_left_as_it_was():
+    here, images, labels = copy.deepcopy(NETWORK), torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
+    functions = [lambda x: NETWORK(x - 0.5), lambda x: here(x - 0.5), Calls(here), partial(Calls(here)), here.forward]
+    for function in functions:
+        random = torch.get_rng_state()
+        fgsm(function, images, labels, eps=0.1)
+        assert torch.equal(torch.get_rng_state(), random)
+    for network in (NETWORK, here):
+        assert network.training
+        assert network[1].num_batches_tracked == 0
