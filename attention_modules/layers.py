@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import OPAQUE
-from attention_modules.masks import check_columns
+from attention_modules.masks import check_columns, without_causal_bias
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
 from attention_modules.sharing import Link, from_the_layer
 
@@ -161,7 +161,7 @@ class SelfAttention(nn.Module):
             )
         if attn_mask is not None and self.mechanism.counts_columns:
             check_columns(type(self.mechanism).__name__, attn_mask)
-        is_causal = is_causal or self.is_causal
+        attn_mask, is_causal = without_causal_bias(attn_mask, is_causal or self.is_causal, x)
         # Of the heads that this process holds: all, but under tensor parallelism.
         parts = self.qkv(x).unflatten(-1, (2 + self.mechanism.uses_query, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
         *queries, k, v = parts.unbind(0)  # [B, H, N, d]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 
 from attention_modules.kernels import untransformed
 
@@ -11,6 +12,21 @@ from attention_modules.kernels import untransformed
 # of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
 # again in the backward pass.
 HIDDEN = -9984
+
+
+def without_causal_bias(attn_mask: Tensor | None, is_causal: bool, q: Tensor) -> tuple[Tensor | None, bool]:
+    """A mask, and ``is_causal``, where the mask may be one of PyTorch's causal biases, which hold no values.
+
+    Args:
+        attn_mask: as PyTorch takes it, of :func:`torch.nn.attention.bias.causal_upper_left` too.
+        is_causal: row i sees keys 0 to i only.
+        q: queries, for their device.
+    """
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask, is_causal
+    if attn_mask.seq_len_q == attn_mask.seq_len_kv:
+        return None, True
+    return attn_mask._materialize(q.device), is_causal
 
 
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:

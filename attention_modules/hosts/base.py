@@ -17,7 +17,7 @@ from attention_modules.base import OPAQUE
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
-from attention_modules.masks import check_columns
+from attention_modules.masks import check_columns, without_causal_bias
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
 
@@ -66,6 +66,9 @@ class Swapped(nn.Module):
             RuntimeError: if the mechanism counts columns, and these are not all of the model's positions.
             ValueError: if it does, and the mask says that columns are no positions.
         """
+        if given.get("attn_mask") is not None:
+            mask = without_causal_bias(given["attn_mask"], given.get("is_causal", False), q)
+            given["attn_mask"], given["is_causal"] = mask
         if self.fixed_tokens is not None and q.shape[2] != self.fixed_tokens:
             raise RuntimeError(
                 f"{type(self.mechanism).__name__} counts columns, and the model has positions for {self.fixed_tokens} "

@@ -148,6 +148,30 @@ class SwapAttention(Callback):
             self._swap(pl_module)  # later callbacks may copy the module in their setup, and its own may compile it
         after_configure_model(pl_module, self, self._swap)
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keep the plan of what acts, where a restore or another swap has followed.
+
+        Raises:
+            ValueError: if several mechanisms act there, of which no plan says both.
+        """
+        if self._plan is None or self._holds(pl_module, self._plan) or "callbacks" not in checkpoint:
+            return
+        planned = {_uncompiled(name) for name in self._plan["layers"]}
+        acting = [
+            {**plan, "layers": [name for name in plan["layers"] if _uncompiled(name) in planned]}
+            for plan in acting_plans(pl_module)
+        ]
+        acting = [plan for plan in acting if plan["layers"]]
+        if len(acting) > 1 or (acting and {*map(_uncompiled, acting[0]["layers"])} != planned):
+            raise ValueError(
+                f"SwapAttention put {self.mechanism!r} into {', '.join(sorted(planned))}, which have several "
+                "mechanisms now: a checkpoint cannot say so; swap all of these layers, or give each its SwapAttention"
+            )
+        plan = {**self._plan, **acting[0]} if acting else None
+        checkpoint["callbacks"][self.state_key] = {"plan": plan}
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)
         if any(getattr(each, "save_weights_only", False) for each in trainer.checkpoint_callbacks):

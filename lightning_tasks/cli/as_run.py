@@ -71,21 +71,21 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
 
 def keeps_teacher(callbacks: Any) -> bool:
     """Whether a callback of a configuration keeps the model as it was: a run that resumes builds that model first."""
-    given = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
-    kinds = [import_object(each.class_path) for each in given]
-    return any(isinstance(kind, type) and issubclass(kind, DriftMonitor) for kind in kinds)
+    return any(_is_of(each, DriftMonitor) for each in _listed(callbacks))
 
 
 def without_checkpoints(callbacks: Any) -> Any:
     """The callbacks of a configuration without those that keep checkpoints, which Lightning refuses where none are."""
-    if callbacks is None:
-        return None
-    given = callbacks if isinstance(callbacks, list) else [callbacks]
-    return [each for each in given if not _keeps_checkpoints(import_object(each.class_path))]
+    return None if callbacks is None else [each for each in _listed(callbacks) if not _is_of(each, Checkpoint)]
 
 
-def _keeps_checkpoints(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Checkpoint)  # else a function that makes a callback
+def _listed(callbacks: Any) -> list[Any]:
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+
+
+def _is_of(given: Any, kind: type) -> bool:
+    found = import_object(given.class_path)
+    return isinstance(found, type) and issubclass(found, kind)  # else a function that makes a callback
 
 
 def _in_words(added: list[Callback]) -> str:

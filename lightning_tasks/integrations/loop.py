@@ -299,7 +299,7 @@ class Loop:
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether some are left of earlier backward passes; else their step was taken, or given up."""
-        left = [each for each, _ in gradients_of(optimizer) if each is not None]
+        left = [each.grad for each in held_parameters([optimizer]).values() if each.grad is not None]
         # To look for zeros waits for the device; where more passes would follow than a step has, it matters.
         few = self._since_step[id(optimizer)] < self.accumulate_grad_batches
         return any(few or has_numbers(each) for each in left)

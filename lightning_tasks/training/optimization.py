@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 
+from attention_modules.mechanism import did_you_mean
 from lightning_tasks.errors import reason
 from lightning_tasks.training.hparams import Spec, import_object
 from lightning_tasks.training.kinds import checked_build, checked_spec
@@ -165,7 +167,14 @@ def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
     Raises:
         TypeError, ValueError: if it does not take its arguments, or their values; the text shows them.
     """
-    return _built(spec, "optimizer", groups)
+    built: Optimizer = _built(spec, "optimizer", groups)
+    known = built.defaults.keys() | {"params", "lr_scale", "param_names"}
+    for option in sorted({name for group in groups for name in group} - known):
+        rank_zero_warn(
+            f"param_groups: {type(built).__name__} has no option {option!r} of its own, and may not read it"
+            f"{did_you_mean(option, known)}"
+        )
+    return built
 
 
 def _built(spec: Spec, place: str, *args: Any, **extra: Any) -> Any:

@@ -26,6 +26,7 @@ from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, w
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
+from attention_modules.masks import without_causal_bias
 from attention_modules.mechanism import AttentionMechanism
 
 _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
@@ -158,6 +159,7 @@ class SwappedSDPA(Swapped):
                 input, which is not known.
         """
         mechanism, shape = self.mechanism, query.shape
+        attn_mask, is_causal = without_causal_bias(attn_mask, is_causal, query)
         if len(shape) == 3 and not torch.compiler.is_compiling():
             self._warn_of_folded_heads(given, shape)
         q, k, v = (_with_heads(tensor) for tensor in (query, key, value))

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.sdpa.calls import TARGET
 from attention_modules.hosts.sdpa.seam import Call, Place, Seam
+from attention_modules.masks import without_causal_bias
 from attention_modules.mechanisms.shared.probe import unobserved
 
 _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
@@ -40,8 +41,9 @@ class _Recorder(TorchFunctionMode):
         if func is TARGET and self.running:
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")[: len(args)]
             named = {**dict(zip(names, args, strict=True)), **kwargs}  # torch 2.9 compiles no other zip
-            mask = named.get("attn_mask")
-            causal = bool(named.get("is_causal")) or _hides_future(mask)
+            given = bool(named.get("is_causal"))
+            mask, causal = without_causal_bias(named.get("attn_mask"), given, named["query"])
+            causal = causal or _hides_future(mask)
             made = named["query"], named["key"], named["value"]
             asked = made[0].view_as(made[0])
             self.calls.append(Call(*made, causal, named.get("scale"), [*self.running], asked, mask))

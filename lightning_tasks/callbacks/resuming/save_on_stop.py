@@ -63,12 +63,10 @@ class SaveOnStop(Callback):
             connector.received_sigterm = not (within and pl_module.automatic_optimization)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have a validation end at once, also between the batches of a step."""
+        """Have the signal seen at once, also where a validation, or an epoch's end, comes between batches of a step."""
         trainer._signal_connector.received_sigterm |= self._told
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have the signal seen, also where something else ends the epoch between the batches of a step."""
-        trainer._signal_connector.received_sigterm |= self._told
+    on_train_epoch_end = on_validation_start
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where the exception is that of SIGTERM."""

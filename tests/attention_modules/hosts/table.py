@@ -28,7 +28,7 @@ OWN = """\
 A host is a kind of attention layer that attnswap can change. **Any layer that calls
 `F.scaled_dot_product_attention` once in its forward is one**: nanoGPT's, litgpt's, those of diffusers, of most
 tutorials, your own. Layers of timm, transformers, `torch.nn` and mmsegmentation have hosts of their own, which come
-first: they know projections, caches and masks.
+first: they know projections, caches and masks. A module that has attention layers inside is none itself: these are.
 
 ## Layers of your own
 
@@ -221,8 +221,9 @@ What else to know:
 - Softmax put in for softmax leaves training bitwise unchanged: outputs, gradients, weights, dropout masks and memory
   layouts (`tests/attention_modules/hosts/model/test_layout.py`). The exceptions are layers that write the softmax out
   themselves, which differ by rounding: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer,
-  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`. NesT's dropout of
-  attention weights draws in another order.
+  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`; and layers of your
+  own that give the function a mask of three dimensions or tensors of five, for which PyTorch alone takes its slow form.
+  NesT's dropout of attention weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
 - A swapped model loads plain checkpoints and swapped ones, strictly. A swapped checkpoint says nothing about the query

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, Stocha
 from lightning.pytorch.loggers import CSVLogger
 from torch.nn.utils import parametrize
 
-from attention_modules import swap_attention
+from attention_modules import restore_attention, swap_attention
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from lightning_tasks.callbacks import (
@@ -270,6 +270,21 @@ def test_load_swapped_refuses_a_network_that_setup_builds_and_says_what_works(tm
     tester = pl.Trainer(accelerator="cpu", logger=False, callbacks=[SwapAttention("symmetric")])
     tester.test(loaded, batches(1), ckpt_path=path, verbose=False)
     assert torch.equal(weights_of(loaded), weights_of(module))
+
+
+@pytest.mark.parametrize("then", [None, "entmax", "gated"])
+def test_a_checkpoint_holds_what_acts_and_not_what_was_swapped_before(tmp_path, then):
+    module, path = TinyLM(), tmp_path / "later.ckpt"
+    run = fit(module, [SwapAttention("sigmoid")])
+    restore_attention(module) if then is None else swap_attention(module, then)
+    run.save_checkpoint(path)
+    tokens = next(iter(batches()))[0]
+    loaded = TinyLM.load_from_checkpoint(path) if then is None else load_swapped(TinyLM, path)
+    assert torch.equal(loaded.eval()(tokens), module.eval()(tokens))
+    if then == "entmax":
+        restore_attention(module.net["encoder"].layers[0])
+        with pytest.raises(ValueError, match="SwapAttention put 'sigmoid' into"):
+            run.save_checkpoint(path)
 
 
 def test_load_swapped_without_a_swap(tmp_path):

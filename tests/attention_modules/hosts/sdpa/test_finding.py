@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.data import DataLoader
@@ -298,6 +299,30 @@ def test_a_model_that_calls_the_function_hides_no_layers_inside(mechanism: str) 
             assert [(row.name, "stands for one call" in row.reason) for row in report.skipped] == [("", True)]
         restore_attention(model)
         assert not [each for each in model.modules() if isinstance(each, Swapped)]
+
+
+class CausalByBias(Joint):
+    """It hides the future by PyTorch's own mask, which holds no values."""
+
+    kind = staticmethod(causal_upper_left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
+        mask = self.kind(x.shape[1], x.shape[1])
+        return nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sigmoid", "entmax", "hard", "linear"])
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+def test_the_future_is_hidden_by_torchs_own_masks(kind: Any, mechanism: str) -> None:
+    layer, x = type("Own", (CausalByBias,), {"kind": staticmethod(kind)})(), features()
+    plain = layer(x)
+    swap_attention(layer, mechanism)
+    assert attention_layers(layer)[0].spec.is_causal
+    out, other = layer(x), layer(torch.cat([x[:, :3], torch.randn_like(x[:, 3:])], 1))
+    torch.testing.assert_close(out[:, :3], other[:, :3])
+    if mechanism == "softmax":
+        torch.testing.assert_close(out, plain)
 
 
 class ByLoopedHelper(nn.Module):
