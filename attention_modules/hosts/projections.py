@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.hosts.base import plain_linear_refusal
+from attention_modules.hosts.base import AttentionSwapError, plain_linear_refusal
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 
@@ -128,8 +128,12 @@ class Projections:
 
     def input_width(self, layer: Any, letter: str = "k") -> int:
         """C, of what keys are made of, or queries or values."""
-        projection: Any = layer.get_submodule(self._holder(letter))
-        return projection.in_channels if hasattr(projection, "in_channels") else projection.in_features
+        path = self._holder(letter)
+        for part in layer.get_submodule(path).modules():  # one that is wrapped by hand stands inside
+            width = getattr(part, "in_channels", getattr(part, "in_features", None))
+            if isinstance(width, int):
+                return width
+        raise AttentionSwapError(f"its projection {path!r} is a {type(layer.get_submodule(path))}, and no linear layer")
 
     def query_refusal(self, layer: nn.Module) -> str | None:
         """Why the query rows cannot be split off, if so."""

@@ -106,7 +106,11 @@ def _is_timms(scheduler: Spec) -> bool:
 def _refuse_one_rate(scheduler: Spec) -> None:
     for spec in (scheduler, *_inner_schedules(scheduler)):
         name, given = spec["class_path"].rsplit(".", 1)[-1], spec["init_args"]
-        if name in ("OneCycleLR", "CyclicLR") or given.get("eta_min") or isinstance(given.get("min_lr"), float):
+        if (
+            name in ("OneCycleLR", "CyclicLR")
+            or given.get("eta_min")
+            or (given.get("min_lr") and not isinstance(given["min_lr"], list))
+        ):
             raise ValueError(
                 f"layer_decay gives each layer a rate, and {name} with {given} has one rate, or one floor, for all: "
                 f"take timm.scheduler.{_TIMM_SCHEDULE}, which scales them, or a schedule that ends at 0"
@@ -168,7 +172,7 @@ def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
         TypeError, ValueError: if it does not take its arguments, or their values; the text shows them.
     """
     built: Optimizer = _built(spec, "optimizer", groups)
-    known = built.defaults.keys() | {"params", "lr_scale", "param_names"}
+    known = built.defaults.keys() | {"params", "lr_scale", "param_names", "weight_decay"}  # of timm's groups
     for option in sorted({name for group in groups for name in group} - known):
         rank_zero_warn(
             f"param_groups: {type(built).__name__} has no option {option!r} of its own, and may not read it"

@@ -106,18 +106,13 @@ def _become_state(layer: Any, index: int, name: str) -> None:
         layer.cumulative_length = 0
 
 
+_FLAGS = ("ready", "any_tokens", "stale", "pending")
+
+
 def _empty() -> dict[str, Any]:
     """What such a layer of a cache keeps, before it is called."""
-    kept: dict[str, Any] = {
-        "state": {},
-        "base": {},
-        "recent": {},
-        "of": None,
-        "hidden": None,
-        "index": None,
-        "expected": None,
-    }
-    return kept | dict.fromkeys(("ready", "any_tokens", "stale", "pending"), False)
+    nothing = dict.fromkeys(("of", "hidden", "index", "expected"))
+    return {"state": {}, "base": {}, "recent": {}} | nothing | dict.fromkeys(_FLAGS, False)
 
 
 def attach_states(model: nn.Module) -> None:

@@ -393,3 +393,25 @@ def test_adapted_layers_give_their_input_and_their_values(host: str, targets: li
     assert not [name for name, value in adapted.named_parameters() if value.requires_grad and value.grad is None]
     restore_attention(adapted)
     assert torch.equal(run(model, None), expected)
+
+
+class ByHand(nn.Module):
+    """An adapter around a linear layer, as tutorials write it."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.more = linear, nn.Linear(linear.in_features, linear.out_features, bias=False)
+
+    def forward(self, x):
+        return self.linear(x) + self.more(x)
+
+
+def test_a_projection_that_is_wrapped_by_hand_is_swapped_around_or_refused():
+    model = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", img_size=32, depth=1).eval()
+    model.blocks[0].attn.qkv = ByHand(model.blocks[0].attn.qkv)
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    with pytest.raises(AttentionSwapError, match=r"its projection 'qkv' is a .*ByHand, and only a plain Linear"):
+        swap_attention(model, "symmetric")
+    swap_attention(model, "softmax")
+    assert torch.equal(model(x), expected)
