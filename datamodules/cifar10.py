@@ -59,7 +59,8 @@ class CIFAR10DataModule(VisionDataModule):
             validates on the test images.
         split_seed: draws what is held out; not the seed of the run, so that runs have the same splits.
         train_transform, eval_transform: see :class:`.VisionDataModule`; by default crops of
-            60% to 100% of the image, and mirror images.
+            60% to 100% of the image, and mirror images, which a `train_transform` of yours replaces. Images are not
+            cropped in evaluation, unless `crop_pct` is given.
         download: fetch missing parquet files from the hub into `root`; otherwise they are an error.
 
     Raises:
@@ -89,7 +90,7 @@ class CIFAR10DataModule(VisionDataModule):
     ) -> None:
         if train_transform is None:
             train_transform = {"scale": [0.6, 1.0], "color_jitter": 0.0, "interpolation": "bicubic"}
-        eval_transform = {"crop_pct": 1.0} if eval_transform is None else eval_transform
+        eval_transform = {"crop_pct": 1.0, **(eval_transform or {})}
         super().__init__(batch_size, num_workers, img_size, in_chans, train_transform, eval_transform)
         if not 0 <= val_fraction < 1:
             raise ValueError(f"val_fraction is {val_fraction!r}: give a number of at least 0 and below 1")

@@ -22,7 +22,8 @@ class DigitsDataModule(VisionDataModule):
         img_size: images are scaled to this where it is not 8.
         in_chans: 1, or 3 for three equal channels.
         split_seed: draws the splits; not the seed of the run, so that runs have the same splits.
-        train_transform, eval_transform: see :class:`.VisionDataModule`; no augmentation by default.
+        train_transform, eval_transform: see :class:`.VisionDataModule`; no augmentation by default, and no crop
+            in evaluation, unless `crop_pct` is given.
 
     Raises:
         ValueError: as :class:`.VisionDataModule`.
@@ -48,7 +49,7 @@ class DigitsDataModule(VisionDataModule):
         eval_transform: dict[str, Any] | None = None,
     ) -> None:
         train_transform = {"no_aug": True} if train_transform is None else train_transform
-        eval_transform = {"crop_pct": 1.0} if eval_transform is None else eval_transform
+        eval_transform = {"crop_pct": 1.0, **(eval_transform or {})}
         super().__init__(batch_size, num_workers, img_size, in_chans, train_transform, eval_transform)
         self.split_seed = split_seed
 

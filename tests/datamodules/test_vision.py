@@ -7,7 +7,7 @@ from multiprocessing import active_children
 import numpy as np
 import pytest
 import torch
-from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
+from attnswap.datamodules import CIFAR10DataModule, DigitsDataModule, ImageNetDataModule
 from attnswap.datamodules.shared.images import ArrayImages, FileImages, ImageDataset
 from attnswap.datamodules.shared.show_batch import draw_batch
 from attnswap.datamodules.vision import VisionDataModule
@@ -284,3 +284,9 @@ def test_show_batch_draws_a_png(tmp_path):
         assert np.asarray(image.convert("L")).std() > 10
     with pytest.raises(ValueError, match="split is 'tset'"):
         ready().show_batch(path, split="tset")
+
+
+@pytest.mark.parametrize("kind", [CIFAR10DataModule, DigitsDataModule])
+def test_another_interpolation_crops_no_small_images(kind):
+    assert kind(eval_transform={"interpolation": "bicubic"}).eval_transform["crop_pct"] == 1.0
+    assert kind(eval_transform={"crop_pct": 0.9}).eval_transform["crop_pct"] == 0.9
