@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 NEEDS = ("x", "first_value", "previous_value")
@@ -64,6 +66,14 @@ class AttentionSpec:
     def placed(self, **changes: Any) -> AttentionSpec:
         """The same with other values of some fields."""
         return replace(self, **changes)
+
+
+@contextmanager
+def drawing_apart() -> Iterator[None]:
+    """Draw random numbers that nothing else draws, and leave the global state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
+        yield
 
 
 class AttentionMechanism(nn.Module):
@@ -156,6 +166,13 @@ class AttentionMechanism(nn.Module):
         if self.built_with is None:
             raise RuntimeError(f"{type(self).__name__} was built by a callable: load its values, or build it anew")
         self.load_state_dict(type(self)(self.spec, **self.built_with).state_dict())
+
+    def init_weights(self) -> None:
+        """Start the linear maps inside anew: timm's models call it after they gave own weights to all parts."""
+        with drawing_apart():
+            for part in self.modules():
+                if isinstance(part, nn.Linear):
+                    part.reset_parameters()
 
     def own_map(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Any:
         """The map by which it mixes these values, where that is to be said; by default it is found from a call.

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from attention_modules.base import OPAQUE
+from attention_modules.base import OPAQUE, drawing_apart
 from attention_modules.masks import check_columns, without_causal_bias
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
 from attention_modules.sharing import Link, from_the_layer
@@ -101,9 +101,7 @@ class SelfAttention(nn.Module):
         self.head_dim = attn_head_dim or dim // num_heads
         self.is_causal = is_causal
         spec = AttentionSpec(dim, num_heads, self.head_dim, num_tokens, is_causal, layer_index)
-        with torch.random.fork_rng(devices=[]):  # as in a swap: the other weights are those beside softmax attention
-            # By other numbers than these get afterwards.
-            torch.default_generator.manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
+        with drawing_apart():  # as in a swap: the other weights are those beside softmax attention
             built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
         width = num_heads * self.head_dim
         kind: dict[str, Any] = {"device": device, "dtype": dtype}

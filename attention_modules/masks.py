@@ -38,6 +38,8 @@ def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     """
     if attn_mask is None:
         return
+    if isinstance(attn_mask, CausalBias):
+        raise TypeError("attn_mask is a causal bias of PyTorch, which holds no values: pass is_causal=True instead")
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
         raise TypeError(
             f"attn_mask must be boolean (True = may be seen) or floating (added to the logits), got {attn_mask.dtype}; "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.cloud_io import _load
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric
 
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.files.names import allowed_names
@@ -67,6 +67,9 @@ class BaseTask(LightningModule):
         >>> isinstance(task, BaseTask), task.hparams["optimizer"]["class_path"]
         (True, 'torch.optim.SGD')
     """
+
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """Of the task's metrics, which each epoch counts anew: attributes ``train_NAME``, ``val_NAME``, ``test_NAME``."""
 
     def __init__(
         self,
@@ -181,18 +184,22 @@ class BaseTask(LightningModule):
         go_on(self.trainer, self, self._random_states)
         self._random_states = None
 
+    def on_train_epoch_start(self) -> None:
+        """Count anew, also after an epoch that was broken off."""
+        self._reset_metrics("train")
+
     def on_validation_epoch_start(self) -> None:
         """Count anew, also after an epoch that was broken off."""
-        self._reset_metrics("val_")
+        self._reset_metrics("val")
 
     def on_test_epoch_start(self) -> None:
         """Count anew, also after an epoch that was broken off."""
-        self._reset_metrics("test_")
+        self._reset_metrics("test")
 
-    def _reset_metrics(self, prefix: str) -> None:
-        for name, part in self.named_children():
-            if name.startswith(prefix) and isinstance(part, (Metric, MetricCollection)):
-                part.reset()
+    def _reset_metrics(self, stage: str) -> None:
+        for name in self.metric_names:
+            if hasattr(self, f"{stage}_{name}"):
+                getattr(self, f"{stage}_{name}").reset()
 
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters of the task, and its schedule."""

@@ -82,6 +82,8 @@ class ImageClassificationTask(VisionTask):
     image_mean: Tensor
     image_std: Tensor
 
+    metric_names = ("top1", "metrics", "loss", "classes", "confusion")
+
     def __init__(
         self,
         model: str = "vit_tiny_patch16_224",

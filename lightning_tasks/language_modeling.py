@@ -68,6 +68,8 @@ class LanguageModelingTask(BaseTask):
         >>> task = LanguageModelingTask(vocab_size=4000, mechanism="symmetric")
     """
 
+    metric_names = ("metrics",)
+
     def __init__(
         self,
         model: Buildable = "TransformerLM",

@@ -70,6 +70,8 @@ class SegmentationTask(VisionTask):
         >>> task = SegmentationTask("deit_tiny_patch16_224", num_classes=11, mechanism="rpc", layers=[0])
     """
 
+    metric_names = ("scores", "loss")
+
     def __init__(
         self,
         model: str | dict[str, Any] = "deit_tiny_patch16_224",

@@ -65,6 +65,11 @@ class Survey:
         return [other for other in self.networks if are_twins(network, other, self.modules)]
 
 
+def _projections(module: nn.Module) -> set[str]:
+    linear = {name for name, part in module.named_children() if isinstance(part, nn.Linear)}
+    return linear | {name for name, _ in module.named_parameters(recurse=False)}
+
+
 class _Hosts:
     """The hosts that are loaded now, of which modules are asked about those that their class concerns.
 
@@ -91,8 +96,10 @@ class _Hosts:
         """The name of the first part of a plain module that is an attention layer itself, if it has one."""
         if isinstance(module, Swapped):  # whose mechanism is such a part
             return None
-        parts = dict(module.named_modules())
+        parts, read = dict(module.named_modules()), calls_of(module).attributes
         for name, part in parts.items():
+            if len(_projections(part) & read - _projections(module)) > 1:  # it computes with that part's projections
+                continue
             if name and (self.host_of(part, parts.get(name.rpartition(".")[0])) is not None or calls_of(part).sites):
                 return name
         return None

@@ -39,9 +39,13 @@ class InitFromCheckpoint(Callback):
         self.path = path
         self._module: ReferenceType[pl.LightningModule] | None = None  # that has the weights
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": None}
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Have the weights loaded before the optimizers are made; at once where the network is there as it will be."""
-        for name in [type(each).__name__ for each in listed_before(trainer, self) if _copies(each)]:
+        copying = {"DriftMonitor"} if stage != "fit" else _COPIES
+        for name in [type(each).__name__ for each in listed_before(trainer, self) if kinds_of(each) & copying]:
             raise ValueError(
                 f"{name} is listed before InitFromCheckpoint, so it would copy the model before its weights are there; "
                 f"list InitFromCheckpoint before {name}"
@@ -83,6 +87,9 @@ class InitFromCheckpoint(Callback):
             rank_zero_warn(f"--init_from {self.path}: {left_out}. The head starts from new weights; all else was taken")
 
 
+_COPIES = {"WeightAveraging", "DriftMonitor", "ModelPruning"}
+
+
 def before_copies(callbacks: Sequence[pl.Callback]) -> list[pl.Callback]:
     """The callbacks, with those that load weights before those that copy the model."""
     first = next((place for place, each in enumerate(callbacks) if _copies(each)), len(callbacks))
@@ -91,7 +98,7 @@ def before_copies(callbacks: Sequence[pl.Callback]) -> list[pl.Callback]:
 
 
 def _copies(callback: pl.Callback) -> bool:
-    return bool(kinds_of(callback) & {"WeightAveraging", "DriftMonitor", "ModelPruning"})
+    return bool(kinds_of(callback) & _COPIES)
 
 
 def _with_own_head(weights: dict[str, Any], pl_module: pl.LightningModule) -> tuple[dict[str, Any], str]:

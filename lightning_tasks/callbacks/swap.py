@@ -151,26 +151,16 @@ class SwapAttention(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the plan of what acts, where a restore or another swap has followed.
-
-        Raises:
-            ValueError: if several mechanisms act there, of which no plan says both.
-        """
+        """Keep plans of what acts, where a restore or another swap has followed."""
         if self._plan is None or self._holds(pl_module, self._plan) or "callbacks" not in checkpoint:
             return
         planned = {_uncompiled(name) for name in self._plan["layers"]}
-        acting = [
-            {**plan, "layers": [name for name in plan["layers"] if _uncompiled(name) in planned]}
-            for plan in acting_plans(pl_module)
-        ]
-        acting = [plan for plan in acting if plan["layers"]]
-        if len(acting) > 1 or (acting and {*map(_uncompiled, acting[0]["layers"])} != planned):
-            raise ValueError(
-                f"SwapAttention put {self.mechanism!r} into {', '.join(sorted(planned))}, which have several "
-                "mechanisms now: a checkpoint cannot say so; swap all of these layers, or give each its SwapAttention"
-            )
-        plan = {**self._plan, **acting[0]} if acting else None
-        checkpoint["callbacks"][self.state_key] = {"plan": plan}
+        checkpoint["callbacks"][self.state_key] = {"plan": None}
+        for index, plan in enumerate(acting_plans(pl_module)):
+            layers = [name for name in plan["layers"] if _uncompiled(name) in planned]
+            if layers:
+                key = f"{self.state_key}{f' {index}' if index else ''}"
+                checkpoint["callbacks"][key] = {"plan": {**self._plan, **plan, "layers": layers}}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)

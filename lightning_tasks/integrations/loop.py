@@ -202,7 +202,7 @@ class Loop:
         """Begin, as a fit does."""
         try:
             self._call("setup", "fit")
-            resumed, self._resumed = self._resumed or {}, None
+            resumed = self._resumed or {}
             self.fit_loop.epoch_loop._batches_that_stepped = resumed.get(STEP, self.global_step)
             for each in self.callbacks:
                 if each.state_key in resumed:
@@ -213,6 +213,7 @@ class Loop:
         except BaseException as error:
             self._call("on_exception", error)
             raise
+        self._resumed = None
         open_hook = self._hooks.callback
         before, after = (OwnHook(self.model, hook) for hook in (self._before_forward, self._after_forward))
         open_hook(self.model.register_forward_pre_hook(before, prepend=True).remove)

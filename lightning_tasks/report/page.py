@@ -128,7 +128,8 @@ def robustness_notes(runs: Sequence[Run], configs: Sequence[str]) -> list[str]:
 
 
 def _measured_on(row: Any) -> str:
-    return f"{row.samples:,} samples" + (f", {row.note}" if row.note else "")
+    note = row.note if row.test in ("mean corruption", "shift", "out of distribution") else ""  # which say of what
+    return f"{row.samples:,} samples" + (f", {note}" if note else "")
 
 
 def _robust(rows: Sequence[Any]) -> str:

@@ -42,18 +42,22 @@ class InPrecision(nn.Module):
 Model = nn.Module | Callable[[Tensor], Tensor]
 
 
-def networks_of(model: Any) -> list[nn.Module]:
-    """A model that is a module, or the modules that a function, a method or an object refers to."""
+def networks_of(model: Any, depth: int = 4) -> list[nn.Module]:
+    """A model that is a module, or the modules that a function, a method, a container or an object refers to."""
     if isinstance(model, nn.Module):
         return [model]
-    if isinstance(model, partial):
-        parts = [model.func, *model.args, *model.keywords.values()]
-        return [network for part in parts if callable(part) for network in networks_of(part)]
-    held = [getattr(model, "__self__", None), *getattr(model, "__dict__", {}).values()]
-    if isfunction(function := getattr(model, "__func__", model)):
-        found = getclosurevars(function)
-        held += [*found.nonlocals.values(), *found.globals.values()]
-    return [each for each in held if isinstance(each, nn.Module)]
+    held: list[Any] = []
+    if isinstance(model, (list, tuple, set, dict)):
+        held += model.values() if isinstance(model, dict) else model
+    elif isinstance(model, partial):
+        held += [model.func, *model.args, *model.keywords.values()]
+    elif callable(model) and not isinstance(model, type):
+        held += [getattr(model, "__self__", None), *getattr(model, "__dict__", {}).values()]
+        function = getattr(model, "__func__", model)
+        if isfunction(function) and not (function.__module__ or "").startswith("torch"):
+            found = getclosurevars(function)
+            held += [*found.nonlocals.values(), *found.globals.values()]
+    return [network for each in held for network in networks_of(each, depth - 1)] if depth else []
 
 
 @contextmanager

@@ -106,15 +106,12 @@ def _is_timms(scheduler: Spec) -> bool:
 def _refuse_one_rate(scheduler: Spec) -> None:
     for spec in (scheduler, *_inner_schedules(scheduler)):
         name, given = spec["class_path"].rsplit(".", 1)[-1], spec["init_args"]
-        if (
-            name in ("OneCycleLR", "CyclicLR")
-            or given.get("eta_min")
-            or (given.get("min_lr") and not isinstance(given["min_lr"], list))
-        ):
-            raise ValueError(
-                f"layer_decay gives each layer a rate, and {name} with {given} has one rate, or one floor, for all: "
-                f"take timm.scheduler.{_TIMM_SCHEDULE}, which scales them, or a schedule that ends at 0"
-            )
+        cure = f"timm.scheduler.{_TIMM_SCHEDULE} scales them"
+        if name in ("OneCycleLR", "CyclicLR"):
+            raise ValueError(f"layer_decay gives each layer a rate, and {name} with {given} has one for all: {cure}")
+        floor = given.get("eta_min") or (name == "ReduceLROnPlateau" and given.get("min_lr"))
+        if floor and not isinstance(floor, list):
+            rank_zero_warn(f"layer_decay: {name} has one floor of {floor} for the rates of all layers: {cure}")
 
 
 def _argument(spec: Spec, name: str, default: Any) -> Any:
@@ -171,9 +168,11 @@ def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
     Raises:
         TypeError, ValueError: if it does not take its arguments, or their values; the text shows them.
     """
+    if spec["class_path"].endswith("create_optimizer_v2") and spec["init_args"].get("layer_decay") is not None:
+        raise ValueError("create_optimizer_v2 is given groups, and reads no layer_decay: give the task layer_decay")
     built: Optimizer = _built(spec, "optimizer", groups)
     known = built.defaults.keys() | {"params", "lr_scale", "param_names", "weight_decay"}  # of timm's groups
-    for option in sorted({name for group in groups for name in group} - known):
+    for option in sorted({name for group in groups for name in group} - known if built.defaults else ()):
         rank_zero_warn(
             f"param_groups: {type(built).__name__} has no option {option!r} of its own, and may not read it"
             f"{did_you_mean(option, known)}"
@@ -212,13 +211,7 @@ def build_scheduler(spec: Spec, optimizer: Optimizer, **length: Any) -> Any:
 
 def optimizer_spec(value: Any) -> Spec:
     """Plain data of an optimizer; bare names are those of :mod:`torch.optim`. Raises as :func:`checked_spec`."""
-    spec = checked_spec(value, torch.optim, place="optimizer")
-    if unread := sorted({"layer_decay", "param_group_fn", "filter_bias_and_bn"} & spec["init_args"].keys()):
-        raise ValueError(
-            f"{spec['class_path']} is given groups of parameters, for which it reads no {', '.join(unread)}: give the "
-            "task layer_decay, or param_groups"
-        )
-    return spec
+    return checked_spec(value, torch.optim, place="optimizer")
 
 
 def scheduler_spec(value: Any) -> Spec | None:

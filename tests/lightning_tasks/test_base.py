@@ -6,6 +6,7 @@ import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule
 from torch import nn
+from torchmetrics import MaxMetric
 
 import lightning_tasks
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask
@@ -138,6 +139,26 @@ def test_lazy_names():
     assert set(lightning_tasks.__all__) <= set(dir(lightning_tasks))
     with pytest.raises(AttributeError, match="has no attribute 'LanguageModelling'"):
         _ = lightning_tasks.LanguageModelling
+
+
+class Best(Regression):
+    """It keeps a metric over epochs, as templates do."""
+
+    def __init__(self):
+        super().__init__()
+        self.val_best = MaxMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.val_best.update(1.0 - self.current_epoch)
+
+    def val_dataloader(self):
+        return self.train_dataloader()
+
+
+def test_metrics_of_a_subclass_are_its_own_affair(tmp_path):
+    module = Best()
+    trainer(tmp_path, max_epochs=2).fit(module)
+    assert module.val_best.compute() == 1.0
 
 
 class BreaksOff(pl.Callback):

@@ -70,6 +70,8 @@ class Calls:
     softmax: list[Site] = field(default_factory=list)
     products: int = 0
     """How many products of matrices it makes."""
+    attributes: set[str] = field(default_factory=set)
+    """Names of the attributes that it reads, of whatever."""
 
     @property
     def ambiguous(self) -> bool:
@@ -125,6 +127,8 @@ class _Walk:
         modules = [value for name in code.co_names if isinstance(value := function.__globals__.get(name), ModuleType)]
         self.calls.products += _products(code)
         for kind, name, line in _names(code):
+            if kind in _ATTRIBUTES:
+                self.calls.attributes.add(name)
             for value in _values(kind, name, function, owner, modules, _imported(code)):
                 self._met(name, value, owner, line, depth, source)
 

@@ -151,7 +151,7 @@ class Call:
         asking, others = (_gradients(of, named) for of in ([self.q], [self.k, self.v]))
         weight = next((beside[name] for name, each in named.items() if each is projection.weight), None)
         if weight is not None and bool(weight[list(rows)].any()):
-            return "its forward uses its queries elsewhere, too (a residual, a bias); choose one with a query"
+            return "its forward uses its queries elsewhere, too (in a residual, bias, output); choose one with a query"
         own = {id(each) for each in projection.parameters()}
         for name, each in named.items():
             found = [gradient is not None and bool(gradient.any()) for gradient in (asking[name], beside[name])]

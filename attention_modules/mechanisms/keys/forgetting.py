@@ -13,8 +13,8 @@ from attention_modules.masks import check_mask, combine_masks, hide, visible
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, register_mechanism
 from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.columns import attend_with_key_bias
+from attention_modules.mechanisms.shared.normal_linear import NormalLinear
 from attention_modules.mechanisms.shared.options import check_number
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 from attention_modules.mechanisms.symmetric import check_self_attention
 
 
@@ -112,7 +112,7 @@ class ForgettingAttention(AttentionMechanism):
     def __init__(self, spec: AttentionSpec, bias: float = 0.0, std: float = 0.02) -> None:
         super().__init__(spec)
         std, bias = check_number("std", std, at_least=0.0), check_number("bias", bias)
-        self.gate = OwnLinear(spec.dim, spec.num_heads, std=std, start=bias)
+        self.gate = NormalLinear(spec.dim, spec.num_heads, std, bias)
 
     def forward(
         self,

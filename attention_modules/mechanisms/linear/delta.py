@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.stateful import NormedMechanism, Output, mix_by_state, of_each_head, unit
 from attention_modules.mechanisms.shared.options import check_flag
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 
 
 def delta_attention(
@@ -91,7 +90,7 @@ class DeltaAttention(NormedMechanism):
     def __init__(self, spec: AttentionSpec, negative: bool = False, output: Output = "norm") -> None:
         super().__init__(spec, output)
         self.negative = check_flag("negative", negative)
-        self.beta = OwnLinear(spec.dim, spec.num_heads, bias=False)
+        self.beta = nn.Linear(spec.dim, spec.num_heads, bias=False)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:
         beta = of_each_head(self.beta(self.needed("x", x)), q.shape[1]).squeeze(-1).sigmoid()

@@ -13,7 +13,6 @@ from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.delta import DeltaAttention
 from attention_modules.mechanisms.linear.stateful import Output, mix_by_state, of_each_head
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 
 
 def gated_delta_attention(
@@ -98,7 +97,7 @@ class GatedDeltaAttention(DeltaAttention):
 
     def __init__(self, spec: AttentionSpec, negative: bool = False, output: Output = "norm") -> None:
         super().__init__(spec, negative, output)
-        self.decay = OwnLinear(spec.dim, spec.num_heads, bias=False)
+        self.decay = nn.Linear(spec.dim, spec.num_heads, bias=False)
         add_decay(self, spec.num_heads, spec.num_heads, slowest=0.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from attention_modules.base import AttentionSpec, State
 from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.stateful import NormedMechanism, Output, mix_by_state, of_each_head
 from attention_modules.mechanisms.shared.options import check_integer, check_number
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 
 
 def gla_attention(
@@ -92,7 +91,7 @@ class GatedLinearAttention(NormedMechanism):
         rank = check_integer("rank", rank, at_least=1)
         self.divisor = check_number("divisor", divisor, above=0.0)
         self.decay = nn.Sequential(
-            OwnLinear(spec.dim, rank, bias=False), OwnLinear(rank, spec.num_heads * spec.head_dim)
+            nn.Linear(spec.dim, rank, bias=False), nn.Linear(rank, spec.num_heads * spec.head_dim)
         )
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:

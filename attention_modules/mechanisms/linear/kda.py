@@ -11,7 +11,6 @@ from attention_modules.mechanism import register_mechanism
 from attention_modules.mechanisms.linear.delta import DeltaAttention
 from attention_modules.mechanisms.linear.gated_delta import add_decay, decay_of
 from attention_modules.mechanisms.linear.stateful import Output, mix_by_state
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 
 
 def kda_attention(
@@ -97,7 +96,7 @@ class KimiDeltaAttention(DeltaAttention):
     def __init__(self, spec: AttentionSpec, negative: bool = False, output: Output = "norm") -> None:
         super().__init__(spec, negative, output)
         heads, width = spec.num_heads, spec.head_dim
-        self.decay = nn.Sequential(OwnLinear(spec.dim, width, bias=False), OwnLinear(width, heads * width, bias=False))
+        self.decay = nn.Sequential(nn.Linear(spec.dim, width, bias=False), nn.Linear(width, heads * width, bias=False))
         add_decay(self, heads * width, heads, slowest=1.0)
 
     def tensors(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None) -> tuple[Any, ...]:

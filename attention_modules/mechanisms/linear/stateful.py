@@ -15,7 +15,6 @@ from attention_modules.masks import tokens_of
 from attention_modules.mechanisms.linear.operator import linear_operator
 from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.options import check_choice, check_number
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 from attention_modules.mechanisms.shared.probe import probe
 
 Output = Literal["norm", "gated", "plain"]
@@ -267,7 +266,7 @@ class NormedMechanism(StatefulMechanism):
             self.per_head += ("gain",)
         if output == "gated":
             self.needs = ("x",)
-            self.gate = OwnLinear(spec.dim, spec.num_heads * width, bias=False)
+            self.gate = nn.Linear(spec.dim, spec.num_heads * width, bias=False)
             self.per_head += ("gate.weight",)
 
     def extra_repr(self) -> str:

@@ -10,8 +10,8 @@ from attention_modules.base import TensorMechanism
 from attention_modules.kernels import attend
 from attention_modules.masks import combine_masks, hide
 from attention_modules.mechanism import AttentionSpec, register_mechanism
+from attention_modules.mechanisms.shared.normal_linear import NormalLinear
 from attention_modules.mechanisms.shared.options import check_choice, check_number
-from attention_modules.mechanisms.shared.own_linear import OwnLinear
 from attention_modules.mechanisms.shared.probe import kernel_maps
 
 Gate = Literal["head", "element"]
@@ -90,7 +90,7 @@ class GatedAttention(TensorMechanism):
         self.kind = check_choice("gate", gate, get_args(Gate))
         width = 1 if gate == "head" else spec.value_dim or spec.head_dim
         std, bias = check_number("std", std, at_least=0.0), check_number("bias", bias)
-        self.gate = OwnLinear(spec.dim, spec.num_heads * width, std=std, start=bias)
+        self.gate = NormalLinear(spec.dim, spec.num_heads * width, std, bias)
 
     def extra_repr(self) -> str:
         return f"gate={self.kind!r}"

@@ -86,15 +86,21 @@ def carlini_wagner(
         losses_and_gradient(model, images, labels)  # refuses a model without one
         with torch.no_grad():
             length[margins(logits_of(model, images, labels), labels) < 0] = 0.0
+
+        points, squared, margin = images, constant, constant  # of the last call of the next
+
+        def loss() -> Tensor:
+            nonlocal points, squared, margin
+            points = ((center + shift).tanh() + 1) / 2
+            squared = (points - images).square().flatten(1).sum(1)
+            margin = margins(logits_of(model, points, labels), labels)
+            return (squared + constant * (margin + confidence).clamp(min=0)).sum()
+
         for _ in range(searches):
             found = torch.zeros_like(constant, dtype=torch.bool)
             shift = torch.zeros_like(images, requires_grad=True)
             optimizer = torch.optim.Adam([shift], lr=learning_rate)
             for _ in range(steps):
-                points = ((center + shift).tanh() + 1) / 2
-                squared = (points - images).square().flatten(1).sum(1)
-                margin = margins(logits_of(model, points, labels), labels)
-                loss = (squared + constant * (margin + confidence).clamp(min=0)).sum()
                 shift.grad = finite_gradient(model, loss, shift)
                 optimizer.step()
                 wrong, norm = margin.detach() < -confidence, squared.detach().sqrt()

@@ -231,9 +231,15 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
         ValueError: if the model has no gradient for its input.
     """
     points = points.detach().requires_grad_()
+    losses = points.new_zeros(0)
+
+    def loss() -> Tensor:
+        nonlocal losses
+        losses = cross_entropies(logits_of(model, points, labels), labels)
+        return losses.sum()
+
     try:
-        logits = logits_of(model, points, labels)
-        losses = cross_entropies(logits, labels)
+        gradient = finite_gradient(model, loss, points)
     except RuntimeError as error:
         if "Inference tensors cannot be saved" not in str(error):
             raise
@@ -241,18 +247,29 @@ def losses_and_gradient(model: Model, points: Tensor, labels: Tensor) -> tuple[T
             f"{_name(model)} holds tensors made in inference mode (weights, buffers, or what it remembers from "
             "an earlier pass), through which no gradient goes: build and run it with Trainer(inference_mode=False)"
         ) from error
-    gradient = finite_gradient(model, losses.sum(), points)
     return losses.detach(), gradient
 
 
-def finite_gradient(model: Model, loss: Tensor, points: Tensor) -> Tensor:
-    """The gradient of a batch's loss for its points.
+_FACTORS = (2.0**14, 2.0**8, 1.0)
+"""Of a loss, whose gradient may go through float16 though logits are float32; wider numbers keep every bit."""
+
+
+def finite_gradient(model: Model, loss_of: Callable[[], Tensor], points: Tensor) -> Tensor:
+    """The gradient of a batch's loss for its points, scaled on the way, so that float16 holds it.
+
+    The factor is the largest of ``_FACTORS`` with which no value overflows, as a gradient scaler has it in training.
+    The loss is computed anew for each.
 
     Raises:
         NonFiniteLogitsError: if it is not finite.
         ValueError: if there is none.
     """
-    gradient = _gradient(loss, points) if loss.requires_grad else None
+    gradient: Tensor | None = None
+    for factor in _FACTORS:
+        loss = loss_of()
+        gradient = torch.autograd.grad(loss * factor, points, allow_unused=True)[0] if loss.requires_grad else None
+        if gradient is None or gradient.isfinite().all():
+            break
     if gradient is None:
         raise ValueError(
             f"{_name(model)} gives no gradient for its images: its output is detached, or computed under "
@@ -262,23 +279,7 @@ def finite_gradient(model: Model, loss: Tensor, points: Tensor) -> Tensor:
         raise NonFiniteLogitsError(
             f"{_name(model)} gives a gradient that is not finite; check its output for nan and inf"
         )
-    return gradient
-
-
-_FACTORS = (2.0**14, 2.0**8)
-"""Of a loss, whose gradient may go through float16 though logits are float32; wider numbers keep every bit."""
-
-
-def _gradient(loss: Tensor, points: Tensor) -> Tensor | None:
-    """The gradient of a batch's loss for its points, scaled on the way, so that float16 holds it.
-
-    The factor is the largest of ``_FACTORS`` with which no value overflows, as a gradient scaler has it in training.
-    """
-    for factor in _FACTORS:
-        (gradient,) = torch.autograd.grad(loss * factor, points, allow_unused=True, retain_graph=True)
-        if gradient is not None and gradient.isfinite().all():
-            return gradient / factor
-    return torch.autograd.grad(loss, points, allow_unused=True)[0]
+    return gradient / factor
 
 
 def _whole(value: Any, least: int) -> bool:

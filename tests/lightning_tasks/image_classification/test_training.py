@@ -55,13 +55,12 @@ def test_schedules_keep_the_ratios_of_layers(tmp_path, schedule):
     assert ratios.seen == pytest.approx([8.0] * 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("OneCycleLR", {"max_lr": 0.1, "total_steps": 9}), ("CosineAnnealingLR", {"T_max": 9, "eta_min": 1e-5})],
-)
-def test_schedules_of_one_rate_for_all_layers_are_refused(name, options):
-    schedule = {"class_path": name, "init_args": options}
-    with pytest.raises(ValueError, match=f"layer_decay gives each layer a rate, and {name}"):
+def test_schedules_of_one_rate_for_all_layers_are_refused_and_of_one_floor_a_warning():
+    schedule = {"class_path": "OneCycleLR", "init_args": {"max_lr": 0.1, "total_steps": 9}}
+    with pytest.raises(ValueError, match="layer_decay gives each layer a rate, and OneCycleLR"):
+        built(optimizer=DECAY, layer_decay=0.5, scheduler=schedule).configure_optimizers()
+    schedule = {"class_path": "CosineAnnealingLR", "init_args": {"T_max": 9, "eta_min": 1e-5}}
+    with pytest.warns(UserWarning, match="CosineAnnealingLR has one floor of 1e-05"):
         built(optimizer=DECAY, layer_decay=0.5, scheduler=schedule).configure_optimizers()
 
 

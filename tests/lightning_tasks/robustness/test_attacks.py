@@ -524,7 +524,9 @@ class Calls:
 
 def test_a_network_that_a_function_calls_is_left_as_it_was():
     here, images, labels = copy.deepcopy(NETWORK), torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
-    functions = [lambda x: NETWORK(x - 0.5), lambda x: here(x - 0.5), Calls(here), partial(Calls(here)), here.forward]
+    several, outer = [here], lambda x: NETWORK(x)
+    functions = [lambda x: sum(each(x) for each in several), lambda x: outer(x - 0.5)]
+    functions += [lambda x: NETWORK(x - 0.5), lambda x: here(x - 0.5), Calls(here), partial(Calls(here)), here.forward]
     for function in functions:
         random = torch.get_rng_state()
         fgsm(function, images, labels, eps=0.1)

@@ -325,6 +325,26 @@ def test_the_future_is_hidden_by_torchs_own_masks(kind: Any, mechanism: str) -> 
         torch.testing.assert_close(out, plain)
 
 
+class Holds(nn.Module):
+    """It computes with the projections of a layer inside, and calls the function itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = nn.functional.linear(x, self.inner.in_proj_weight, self.inner.in_proj_bias)
+        heads = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in made.chunk(3, 2))
+        return self.inner.out_proj(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+def test_a_module_that_computes_with_the_projections_of_a_part_is_the_layer() -> None:
+    model = nn.Sequential(Holds())
+    plain = model(features())
+    assert [row.name for row in swap_attention(model, "uniform")] == ["0"]
+    assert not torch.allclose(model(features()), plain)
+
+
 class ByLoopedHelper(nn.Module):
     """The loop is not in the function that calls."""
 
