@@ -139,7 +139,7 @@ def _write_plan(comparison: Comparison, arguments: list[str]) -> list[Cell]:
     cells = [*comparison.to_select, *comparison.to_run]
     sources = {cell.name: cell.sources for cell in cells}
     write_plan(Plan(os.getcwd(), arguments, sources, dict(comparison.processes)), comparison.output)
-    comparison.write_record()
+    _with_changed_endpoints(comparison).write_record()
     if waiting := len([cell for cell in comparison.cells if cell.name in comparison.asked]) - len(comparison.to_run):
         print(
             f"attnswap: {waiting} cells wait until these have chosen values; give --plan again",
@@ -281,14 +281,19 @@ def with_references(
     return {known[0], *names, *(other for name in names for other in references.get(name, ()))} if names else {*known}
 
 
-def _run_and_write(comparison: Comparison, jobs: int) -> None:
-    for cell in (*comparison.selection, *comparison.cells):
-        cell.refuse_links()
+def _with_changed_endpoints(comparison: Comparison) -> Comparison:
+    """The comparison, which says how its endpoints were changed after cells had finished."""
     has_results = any(cell.is_finished() for cell in comparison.planned)
     changed = changed_endpoints(_record_before(comparison.output), comparison.endpoints, has_results)
     for text in changed:
         print(f"attnswap: warning: changed after cells had finished: {text}", file=sys.stderr)
-    comparison = replace(comparison, endpoints=replace(comparison.endpoints, changed=changed))
+    return replace(comparison, endpoints=replace(comparison.endpoints, changed=changed))
+
+
+def _run_and_write(comparison: Comparison, jobs: int) -> None:
+    for cell in (*comparison.selection, *comparison.cells):
+        cell.refuse_links()
+    comparison = _with_changed_endpoints(comparison)
     for text in _changed_code([*comparison.selection, *comparison.planned], comparison.any_code):
         print(f"attnswap: warning: {text}", file=sys.stderr)
     comparison.write_record()

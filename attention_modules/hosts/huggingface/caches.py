@@ -68,14 +68,24 @@ def kept_for(arguments: dict[str, Any], module: nn.Module, given: Tensor, keys: 
     if not layer.told:  # else this is the second attention of one call, as DiffLlama has two, over the same tokens
         layer.kept = given if layer.kept is None else torch.cat([layer.kept, given], -1)
         layer.told = True
-    if layer.missed or (layer.kept.shape[-1] > keys and not getattr(layer, "is_sliding", False)):
+    count = layer.kept.shape[-1]
+    # Windows of others keep other keys than the last; what is more than a static cache holds is of another sequence.
+    lost = count > keys and not (getattr(layer, "is_sliding", False) and _is_of_the_library(layer))
+    more = count < keys and not (isinstance(held := getattr(layer, "keys", None), Tensor) and held.shape[-2] == keys)
+    if layer.missed or lost or more:
         raise NotImplementedError(
             f"{type(module.mechanism).__name__} must remember something of every token of this key-value cache, and "
-            "some were added while another mechanism was in the layer, or its keys were cut by hand: start with an "
-            "empty cache, or shorten it with its own crop()"
+            "some were added while another mechanism was in the layer, its keys were cut by hand, or lie in another "
+            "order or beside those of another sequence: start with an empty cache, or shorten it with its own crop(); "
+            "else pass use_cache=False"
         )
     shown = layer.kept[..., -keys:]  # a sliding window has let go of the first keys
     return F.pad(shown, (0, keys - shown.shape[-1]))
+
+
+def _is_of_the_library(layer: Any) -> bool:
+    kinds = [kind.__module__ for kind in type(layer).__mro__ if kind.__module__.startswith("transformers.")]
+    return kinds[:1] == ["transformers.cache_utils"]
 
 
 def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:

@@ -76,6 +76,9 @@ def mechanism_attention_forward(
         hidden = attention_mask - module.relative_position_bias() < -50
         attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
     own_keys, cache = key, kwargs.get("cache")
+    implementation = getattr(module.plain_config, "_attn_implementation", None) or ""
+    if cache is None and implementation.startswith("paged|"):
+        raise ValueError(f"{implementation!r} was called without a paged attention cache: take generate_batch()")
     if cache is not None:
         key, value, attention_mask = paged(module, cache, key, value, attention_mask, kwargs)
     if attention_mask is not None and not mechanism.row_masks and mechanism.cache != "state":

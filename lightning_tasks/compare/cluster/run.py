@@ -51,7 +51,28 @@ def run_if_free(cell: Cell, planned: Sources) -> None:
     if cell.processes > 1:
         run_by_command(cell, planned)
     else:
-        run_held(cell, planned)
+        with _switches_of_torch():
+            run_held(cell, planned)
+
+
+@contextlib.contextmanager
+def _switches_of_torch() -> Iterator[None]:
+    """Leave the switches of torch that a cell may set as the next cell of this process shall find them."""
+    import torch
+
+    cudnn, precision, dtype = torch.backends.cudnn, torch.get_float32_matmul_precision(), torch.get_default_dtype()
+    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
+    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        torch.set_default_dtype(dtype)
+        if torch.get_float32_matmul_precision() != precision:
+            torch.set_float32_matmul_precision(precision)
+        if "torch._dynamo" in sys.modules:  # else those after some cells would compile nothing
+            torch._dynamo.reset()
 
 
 def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[], None] = lambda: None) -> None:

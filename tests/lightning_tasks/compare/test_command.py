@@ -113,6 +113,7 @@ def test_more_seeds_of_some_variants_stand_beside_the_others(comparison, tmp_pat
     assert "- watched: seeds 0, 1" in said, "it has no cell in these tables"
 
     comparison.write_text(comparison.read_text() + "metrics: [val/loss]\nprimary: val/loss\n")
+    main([*command, "--seeds", "0", "--plan"])  # which says so, too
     capsys.readouterr()
     main([*command, "--seeds", "0"])
     named = "changed after cells had finished: the primary endpoint, from none to val/loss"

@@ -21,6 +21,7 @@ from attention_modules.sharing import SharedValueError
 from tests.attention_modules.hosts.cases import WITH_A_STATE
 from tests.attention_modules.hosts.huggingface import generating
 from tests.attention_modules.hosts.huggingface.generating import NAMES, PAGE, TOLERANCE, WAYS, language_model
+from tests.attention_modules.hosts.huggingface.tiny import classes_of, running
 from tests.rows import each_row
 
 REFUSED = ("rpc", "scaled", "dam", "neutreno", "position_bias", "twicing")
@@ -212,3 +213,39 @@ def test_a_layer_finds_its_cache_under_each_name_that_transformers_has_had(name:
     (layer, *_) = [module for module in model.modules() if isinstance(module, Swapped)]
     assert layer._cache((), {name: cache}) == {CACHE: cache}
     assert layer._cache((), {name: None}) == {}
+
+
+def _tiny(family: str, name: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    return running(next(kind for kind in classes_of(family)[1] if kind.__name__ == name))
+
+
+BESIDE = "lie in another order or beside those of another sequence"
+
+
+def test_keys_of_another_sequence_beside_those_of_the_cache_are_refused_by_what_remembers() -> None:
+    model, inputs = _tiny("t5gemma2", "T5Gemma2ForConditionalGeneration")
+    swap_attention(model.eval(), "forgetting", where=["*decoder*self_attn*"])
+    given = {name: inputs[name] for name in ("input_ids", "attention_mask", "decoder_input_ids")}
+    with pytest.raises(NotImplementedError, match=BESIDE):
+        model(**given, use_cache=True)
+
+
+def test_a_window_beside_the_keys_of_a_prefill_is_refused_by_what_remembers() -> None:
+    model, _ = _tiny("unlimited_ocr", "UnlimitedOcrForConditionalGeneration")
+    swap_attention(model.eval(), "forgetting")
+    cache = DynamicCache(config=model.config.get_text_config())
+    model(input_ids=torch.randint(5, 35, (1, 6)), past_key_values=cache, use_cache=True)
+
+    def continued() -> None:
+        for token in torch.randint(5, 35, (20, 1, 1)):
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=BESIDE):
+        continued()
+
+
+def test_a_paged_implementation_without_its_cache_is_refused() -> None:
+    model = generating.swapped_model("sink")
+    model.set_attn_implementation("paged|eager")
+    with pytest.raises(ValueError, match="was called without a paged attention cache"):
+        model(torch.tensor([[5, 9, 3]]))
