@@ -142,7 +142,7 @@ def _notes(
             f"{folder}: not shown, as {COMPARISON} has no cells of these settings, code and files (others, or variants "
             f"that the last command left out): {names}"
         )
-    states = [made_with for _, result in shown.values() if (made_with := result.get("sources")) is not None]
+    states = [(of[0], result["sources"]) for of, (_, result) in shown.items() if result.get("sources") is not None]
     notes += [f"{folder}: {text}" for text in mixed_sources(states)]
     if not shown and (places or others):
         notes.append(f"{folder}: shown is {RESULTS}, which is older than the cells: none of them is finished")

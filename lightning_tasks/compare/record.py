@@ -211,7 +211,8 @@ def environment_of(cell: Cell) -> Environment | None:
 def environment_remarks(cells: Sequence[Cell]) -> list[str]:
     """Sentences where finished cells ran in different environments, or with different code and files."""
     ran_in = [found for cell in cells if (found := environment_of(cell)) is not None]
-    ran_with = [state for cell in cells if cell.is_finished() and (state := cell.recorded_sources()) is not None]
+    finished = [(cell.name, cell.recorded_sources()) for cell in cells if cell.is_finished()]
+    ran_with = [(variant, state) for variant, state in finished if state is not None]
     return [*mixed_environments(ran_in), *mixed_sources(ran_with)]
 
 

@@ -68,12 +68,19 @@ def changed_sources(recorded: Mapping[str, str], now: Mapping[str, str]) -> list
     return sorted(name for name in {*recorded, *now} if recorded.get(name) != now.get(name))
 
 
-def mixed_sources(recorded: Sequence[Mapping[str, str]]) -> list[str]:
-    """A sentence that names what several cells ran with in different states; empty where there is nothing."""
-    states: dict[str, set[str]] = {}
-    for each in recorded:
-        for name, state in each.items():
-            states.setdefault(name, set()).add(state)
+def mixed_sources(recorded: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """A sentence that names what several cells ran with in different states; empty where there is nothing.
+
+    Args:
+        recorded: of each cell its variant, among whose cells it is a state, too, not to be there, and what it ran with.
+    """
+    of_variant: dict[str, set[str]] = {}
+    for variant, each in recorded:
+        of_variant.setdefault(variant, set()).update(each)
+    states: dict[str, set[str | None]] = {}
+    for variant, each in recorded:
+        for name in of_variant[variant]:
+            states.setdefault(name, set()).add(each.get(name))
     mixed = sorted(name for name, seen in states.items() if len(seen) > 1)
     return [f"the cells ran with different states of {', '.join(mixed)}"] if mixed else []
 

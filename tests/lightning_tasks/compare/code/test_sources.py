@@ -318,8 +318,10 @@ def test_an_override_that_is_no_yaml_is_text(demo, tmp_path, value):
 
 
 def test_mixed_states_are_told():
-    assert mixed_sources([{"a": "1", "b": "1"}, {"a": "1"}]) == []
-    assert mixed_sources([{"a": "1", "b": "1"}, {"b": "2"}]) == ["the cells ran with different states of b"]
+    assert mixed_sources([("x", {"a": "1", "b": "1"}), ("y", {"a": "1"})]) == []
+    said = ["the cells ran with different states of b"]
+    assert mixed_sources([("x", {"a": "1", "b": "1"}), ("y", {"b": "2"})]) == said
+    assert mixed_sources([("x", {"a": "1", "b": "1"}), ("x", {"a": "1"})]) == said  # a file that came, or went
 
 
 def test_the_command_runs_changed_cells_again_and_says_so(comparison, tmp_path, capsys):
