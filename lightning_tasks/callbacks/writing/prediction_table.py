@@ -134,13 +134,26 @@ def _free(path: Path) -> Path:
 
 
 def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    is_new = not path.exists()
+    """Write rows behind others.
+
+    Raises:
+        ValueError: if one has other columns.
+    """
+    columns: list[str] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            columns = next(csv.reader(file), [])
     with path.open("a", newline="", encoding="utf-8", errors="backslashreplace") as file:  # names may be no Unicode
-        if rows:
-            writer = csv.DictWriter(file, list(rows[0]))
-            if is_new or path.stat().st_size == 0:
-                writer.writeheader()
-            writer.writerows(rows)
+        writer = csv.DictWriter(file, columns or list(rows[0] if rows else ()))
+        if rows and not columns:
+            writer.writeheader()
+        for row in rows:
+            if row.keys() != {*writer.fieldnames}:
+                raise ValueError(
+                    f"prediction_rows gave {', '.join(writer.fieldnames)} before, and {', '.join(row)} now: give every "
+                    "row the same names"
+                )
+            writer.writerow(row)
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -20,6 +20,19 @@ from lightning_tasks.runs.safe_files import written_whole
 _SPEC = AttentionSpec(64, 4, 16, num_tokens=16)
 
 
+_SMALL = (
+    "error",
+    "error_rate",
+    "kl",
+    "nll",
+    "mse",
+    "rmse",
+    "mae",
+    "ece",
+    "bits_per_byte",
+)  # ends of names, less is better
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of `attnswap sweep`."""
     arguments = argparse.ArgumentParser(
@@ -92,7 +105,7 @@ def sweep_of(recipe: str, mechanism: str, metric: str | None, seeds: int) -> dic
     parameters: dict[str, Any] = {f"model.options.{name}": {"values": each} for name, each in values.items()}
     parameters["seed_everything"] = {"values": list(range(seeds))}
     command = ["${program}", "fit", recipe, "--trainer", "logger/wandb", "--model.mechanism", mechanism, "${args}"]
-    small = is_loss(chosen) or any(part.endswith(("error", "kl")) for part in chosen.split("/"))
+    small = is_loss(chosen) or any(part.endswith(_SMALL) for part in chosen.split("/"))
     goal = "minimize" if small else "maximize"
     return {
         "program": "attnswap",

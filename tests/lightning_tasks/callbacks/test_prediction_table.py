@@ -10,6 +10,7 @@ import torch
 from attnswap.datamodules import DigitsDataModule, ImageNetDataModule
 from attnswap.datamodules.shared.folder import FolderDataModule
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tasks import ImageClassificationTask, LanguageModelingTask
 from lightning_tasks.__main__ import main
@@ -70,6 +71,24 @@ def test_a_loader_that_stands_alone_in_a_list_names_its_samples(tmp_path):
     first, *others = (list(read(path)[7].values())[:2] for path in sorted(tmp_path.glob("predictions*.csv")))
     assert first == ["7", "image 7"]
     assert others == [first] * 2
+
+
+def test_rows_of_another_order_keep_their_columns_and_of_other_names_are_refused(tmp_path):
+    class Rows(DemoModule):
+        given = ({"a": 1, "b": 2}, {"b": 4, "a": 3}, {"a": 5})
+
+        def predict_step(self, batch, batch_idx):
+            return self.given[batch_idx]
+
+        def prediction_rows(self, prediction, batch):
+            return [prediction] * len(batch[0])
+
+    data = DataLoader(TensorDataset(torch.arange(3)), batch_size=1)
+    run = trainer(tmp_path, callbacks=[PredictionTable()], limit_predict_batches=2)
+    run.predict(Rows(), data)
+    assert [(row["a"], row["b"]) for row in read(tmp_path / "predictions.csv")] == [("1", "2"), ("3", "4")]
+    with pytest.raises(ValueError, match="gave index, a, b before, and index, a now"):
+        trainer(tmp_path, callbacks=[PredictionTable()]).predict(Rows(), data)
 
 
 def test_images_that_cannot_be_read_keep_the_others_in_place(tmp_path):
