@@ -18,19 +18,8 @@ from lightning_tasks.runs.divergence import is_loss
 from lightning_tasks.runs.safe_files import written_whole
 
 _SPEC = AttentionSpec(64, 4, 16, num_tokens=16)
-
-
-_SMALL = (
-    "error",
-    "error_rate",
-    "kl",
-    "nll",
-    "mse",
-    "rmse",
-    "mae",
-    "ece",
-    "bits_per_byte",
-)  # ends of names, less is better
+# Ends of names of which less is better.
+_SMALL = ("error", "error_rate", "kl", "nll", "mse", "rmse", "mae", "ece", "bits_per_byte")
 
 
 def parser() -> argparse.ArgumentParser:
