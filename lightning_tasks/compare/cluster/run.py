@@ -66,7 +66,8 @@ def _switches_of_torch() -> Iterator[None]:
     try:
         yield
     finally:
-        cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
+        if (cudnn.benchmark, cudnn.deterministic) != (benchmark, deterministic):
+            cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
         torch.use_deterministic_algorithms(strict, warn_only=warns)
         torch.set_default_dtype(dtype)
         if torch.get_float32_matmul_precision() != precision:

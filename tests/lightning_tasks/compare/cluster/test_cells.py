@@ -150,11 +150,11 @@ def test_a_run_that_diverges_says_so_by_its_status(demo, tmp_path, capsys):
 
 def test_switches_of_torch_are_those_of_one_cell(monkeypatch):
     def sets(cell, planned):
-        torch.backends.cudnn.benchmark = True
+        torch.set_default_dtype(torch.float64)
         torch.set_float32_matmul_precision("medium")
 
     monkeypatch.setattr(run_module, "run_held", sets)
     monkeypatch.setattr(run_module, "is_free", lambda lease: True)
     run_module.run_if_free(SimpleNamespace(lease=None, processes=1), {})
-    assert not torch.backends.cudnn.benchmark
+    assert torch.get_default_dtype() == torch.float32
     assert torch.get_float32_matmul_precision() == "highest"
