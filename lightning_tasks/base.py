@@ -69,7 +69,7 @@ class BaseTask(LightningModule):
     """
 
     metric_names: ClassVar[tuple[str, ...]] = ()
-    """Of the task's metrics, which each epoch counts anew: attributes ``train_NAME``, ``val_NAME``, ``test_NAME``."""
+    """Of the task's metrics that each epoch counts anew, which are ``train_NAME``, ``val_NAME`` and ``test_NAME``."""
 
     def __init__(
         self,
