@@ -70,7 +70,7 @@ class AttentionSpec:
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
-    """Draw random numbers that nothing else draws, and leave the global state as it was."""
+    """Draw random numbers on the CPU that nothing else draws, and leave their global state as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int(torch.randint(1 << 62, (), device="cpu")))
         yield

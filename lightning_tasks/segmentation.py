@@ -137,7 +137,7 @@ class SegmentationTask(VisionTask):
         network = self._builder.build(num_classes)
         self.swap(network)
         path = self.hparams["backbone_checkpoint"]
-        if path is not None and self._trainer is not None and self._trainer.ckpt_path is None:
+        if path is not None and self._trainer is not None and getattr(self._trainer, "ckpt_path", None) is None:
             load_backbone(network, path)
         for stage in ("val", "test"):
             setattr(self, f"{stage}_scores", SegmentationScores(num_classes, self.hparams["ignore_index"]))

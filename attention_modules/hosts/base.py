@@ -66,9 +66,9 @@ class Swapped(nn.Module):
             RuntimeError: if the mechanism counts columns, and these are not all of the model's positions.
             ValueError: if it does, and the mask says that columns are no positions.
         """
-        if given.get("attn_mask") is not None:
-            mask = without_causal_bias(given["attn_mask"], given.get("is_causal", False), q)
-            given["attn_mask"], given["is_causal"] = mask
+        mask, is_causal = without_causal_bias(given.get("attn_mask"), given.get("is_causal", False), q)
+        if mask is not given.get("attn_mask"):
+            given |= {"attn_mask": mask, "is_causal": is_causal}
         if self.fixed_tokens is not None and q.shape[2] != self.fixed_tokens:
             raise RuntimeError(
                 f"{type(self.mechanism).__name__} counts columns, and the model has positions for {self.fixed_tokens} "

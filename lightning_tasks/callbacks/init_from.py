@@ -50,13 +50,13 @@ class InitFromCheckpoint(Callback):
                 f"{name} is listed before InitFromCheckpoint, so it would copy the model before its weights are there; "
                 f"list InitFromCheckpoint before {name}"
             )
-        kinds = set[str]().union(*map(kinds_of, trainer.callbacks))  # type: ignore[attr-defined]
-        before = set[str]().union(*map(kinds_of, listed_before(trainer, self)))
-        if not built_later(pl_module) and "SwapAttention" not in kinds - before:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        later = callbacks[len(listed_before(trainer, self)) :]
+        if not built_later(pl_module) and not any("SwapAttention" in kinds_of(each) for each in later):
             self._load(pl_module)
             return
         after_configure_model(pl_module, self, self._load)
-        if "ModelPruning" in kinds:
+        if stage == "fit" and any("ModelPruning" in kinds_of(each) for each in later):
             raise ValueError(
                 "ModelPruning copies the module before its setup and configure_model have run, hence before "
                 "InitFromCheckpoint; build the network in __init__, override neither, and list SwapAttention first"

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def model_groups(
         scheduler: plain data of the schedule.
 
     Raises:
-        ValueError: if ``layer_decay`` is not in (0, 1], or the schedule has one rate, or one floor, for all groups.
+        ValueError: if ``layer_decay`` is not in (0, 1], or the schedule has one rate for all groups (one floor: a
+            warning).
     """
     from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 
@@ -72,17 +74,19 @@ def model_groups(
     kept = names() if names is not None else ()
     weight_decay = _argument(optimizer, "weight_decay", None)
     given = _SOME_DECAY if weight_decay is None else weight_decay
-    if layer_decay is None:
-        groups = param_groups_weight_decay(model, given, no_weight_decay_list=kept)
-        return groups if weight_decay is not None else _with_own_decay(groups)
-    if not 0 < layer_decay <= 1:
+    if layer_decay is not None and not 0 < layer_decay <= 1:
         raise ValueError(f"layer_decay must be above 0 and at most 1, got {layer_decay!r}")
     rate = _argument(optimizer, "lr", None)
-    if rate is None:
+    if layer_decay is not None and rate is None:
         raise ValueError(f"layer_decay needs a learning rate to scale; give {optimizer['class_path']} the argument lr")
-    groups = param_groups_layer_decay(model, given, no_weight_decay_list=kept, layer_decay=layer_decay)
-    groups = groups if weight_decay is not None else _with_own_decay(groups)
-    if scheduler is not None and _is_timms(scheduler):  # which scales its floor and its warm-up too
+    made = (
+        param_groups_weight_decay if layer_decay is None else partial(param_groups_layer_decay, layer_decay=layer_decay)
+    )
+    groups = made(model, given, no_weight_decay_list=kept)
+    if weight_decay is None:
+        standing = ("weight_decay", _SOME_DECAY)
+        groups = [{key: value for key, value in group.items() if (key, value) != standing} for group in groups]
+    if layer_decay is None or (scheduler is not None and _is_timms(scheduler)):  # which scales floor and warm-up too
         return groups
     if layer_decay < 1 and scheduler is not None:
         _refuse_one_rate(scheduler)
@@ -91,12 +95,6 @@ def model_groups(
 
 
 _SOME_DECAY = 1.0  # stands for a weight decay that only the optimizer knows
-
-
-def _with_own_decay(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups without the weight decay that stands for the optimizer's own."""
-    standing = ("weight_decay", _SOME_DECAY)
-    return [{key: value for key, value in group.items() if (key, value) != standing} for group in groups]
 
 
 def _is_timms(scheduler: Spec) -> bool:
@@ -174,7 +172,7 @@ def build_optimizer(spec: Spec, groups: list[dict[str, Any]]) -> Optimizer:
     known = built.defaults.keys() | {"params", "lr_scale", "param_names", "weight_decay"}  # of timm's groups
     for option in sorted({name for group in groups for name in group} - known if built.defaults else ()):
         rank_zero_warn(
-            f"param_groups: {type(built).__name__} has no option {option!r} of its own, and may not read it"
+            f"param_groups: {type(built).__name__} has no option {option!r} of its own, and may not read it."
             f"{did_you_mean(option, known)}"
         )
     return built

@@ -177,3 +177,8 @@ def test_a_validation_that_was_broken_off_counts_nothing_in_the_next(tmp_path, k
         trainer(tmp_path, callbacks=[BreaksOff()]).validate(module, data, verbose=False)
     found.append(trainer(tmp_path).validate(module, data, verbose=False))
     assert found[0] == found[1]
+
+
+def test_an_option_that_an_optimizer_does_not_have_is_told():
+    with pytest.warns(UserWarning, match="AdamW has no option 'weight_deacy' of its own.*Did you mean 'weight_decay'"):
+        optimizer_of(Regression(optimizer="AdamW", param_groups=[{"match": "*1*", "weight_deacy": 0.0}]))

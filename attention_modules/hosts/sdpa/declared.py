@@ -45,7 +45,9 @@ def declare_host(
     Without it a mechanism that uses queries acts in such a class already. With it those without a query do, and
     spectra, LocAteR, QKClip and DriftMonitor read its weights. Before a layer is swapped, one call of it is compared
     with what the declared projections give: of ``[B, N, C]`` or ``[N, B, C]``, and each of them of the input that the
-    call used, so that cross-attention shows itself.
+    call used, so that cross-attention shows itself. Mechanisms without a query are refused where the layer's queries,
+    or Parameters of theirs, do more than ask the keys (a residual, a bias, a temperature), as far as gradients of
+    Parameters that train tell.
 
     Args:
         kind: the class, or its import path; its subclasses are of it.

@@ -83,8 +83,8 @@ class PredictionTable(BasePredictionWriter):
             return
         rows: list[dict[str, Any]] = pl_module.prediction_rows(prediction, batch)  # type: ignore[operator]
         indices = list(batch_indices or range(self._count, self._count + len(rows)))
-        if len(indices) != len(rows):  # what cannot be read is left out of its batch
-            indices = [index for index in indices if self._dataset[index] is not None]  # type: ignore[index]
+        if len(indices) != len(rows) and self._dataset is not None:  # what cannot be read is left out of its batch
+            indices = [index for index in indices if self._dataset[index] is not None]
         self._count += len(rows)
         name = getattr(getattr(self._dataset, "images", None), "name", None)
         named = [{"index": index, **({"sample": name(index)} if name else {})} for index in indices]

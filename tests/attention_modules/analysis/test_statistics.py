@@ -274,3 +274,9 @@ def test_the_kernel_of_cuda_gets_masks_as_it_takes_them(shape, monkeypatch):
     assert all(stride % 16 == 0 for stride in bias.stride()[:-1])
     assert torch.equal(bias == 0, visible.expand(2, 3, 5, keys))
     assert bias.masked_fill(visible, -math.inf).eq(-math.inf).all()
+
+
+def test_a_token_that_does_not_count_may_be_nan():
+    x, valid = torch.randn(1, 4, 5), torch.tensor([[True, True, True, False]])
+    x[:, 3] = torch.nan
+    torch.testing.assert_close(token_similarity(x, valid), token_similarity(x[:, :3]))

@@ -1,5 +1,6 @@
 """--init_from: a head of other classes is left out, and nothing else is."""
 
+import pickle
 import re
 import warnings
 
@@ -8,7 +9,9 @@ import torch
 from attnswap.datamodules import DigitsDataModule
 from lightning.pytorch.callbacks import ModelPruning
 
+from attention_modules import swap_attention
 from lightning_tasks import ImageClassificationTask
+from lightning_tasks.callbacks import SwapAttention
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from tests.lightning_tasks.callbacks.modules import BuildsInSetup, TinyLM, fit
 from tests.lightning_tasks.language_data import trainer
@@ -107,3 +110,15 @@ def test_what_pruning_rewinds_to_are_the_weights_of_the_file(tmp_path):
         fit(TinyLM(), [ModelPruning("l1_unstructured"), load])
     with pytest.raises(ValueError, match="ModelPruning copies the module before its setup and configure_model"):
         fit(BuildsInSetup(), [load, ModelPruning("l1_unstructured")])
+
+
+def test_weights_of_a_swapped_module_come_after_the_last_swap(tmp_path):
+    trained, path = TinyLM(), tmp_path / "a.ckpt"
+    for layer in (0, 1):
+        swap_attention(trained, "gated", layers=[layer])
+    torch.save(trained.state_dict(), path)
+    first, second = (SwapAttention("gated", layers=[layer]) for layer in (0, 1))
+    load, module = InitFromCheckpoint(str(path)), TinyLM(lr=0.0)
+    fit(module, [first, load, second])
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in trained.state_dict().items())
+    assert pickle.loads(pickle.dumps(load)).path == load.path  # as for processes that are spawned

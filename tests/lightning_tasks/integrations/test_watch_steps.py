@@ -509,3 +509,14 @@ def test_two_layers_whose_names_differ_by_a_wrapper_begin_each_at_its_own_mean()
     with attnswap.watch(model, log=dict, callbacks=[penalty], optimizer=optimizer) as loop:
         first, second = next(iter(loop.callback_states().values()))["initial_traces"].values()
     assert not torch.equal(first, second)
+
+
+def test_a_start_that_failed_takes_a_state_again():
+    class Fails(AttentionMonitor):
+        def on_fit_start(self, *given):
+            raise MemoryError
+
+    loop = attnswap.watch(network(), log=dict, callbacks=[Fails()])
+    with pytest.raises(MemoryError):
+        loop.__enter__()
+    loop.load_state_dict({"step": 3})

@@ -534,3 +534,15 @@ def test_a_network_that_a_function_calls_is_left_as_it_was():
     for network in (NETWORK, here):
         assert network.training
         assert network[1].num_batches_tracked == 0
+
+
+def test_no_graph_is_kept_as_compiled_models_refuse_to():
+    class Keeps(nn.Module):
+        def forward(self, images):
+            self.out = torch.stack([images.square().mean((1, 2, 3)), images.exp().mean((1, 2, 3))], 1)
+            return self.out
+
+    model = Keeps()
+    fgsm(model, torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64), eps=0.1)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        model.out.sum().backward()

@@ -16,7 +16,8 @@ from lightning_tasks.robustness.corruptions import (
     corrupt,
     corruption_library,
 )
-from lightning_tasks.robustness.scores import mean_corruption_error, relative_mean_corruption_error
+from lightning_tasks.robustness.scores import corruption_errors, mean_corruption_error, relative_mean_corruption_error
+from lightning_tasks.runs.robustness import Row
 from tests.rows import each_row
 
 EVERY = (*CORRUPTIONS, *EXTRA_CORRUPTIONS)
@@ -165,5 +166,8 @@ def test_a_baseline_that_cannot_serve_is_named():
         mean_corruption_error({("fog", 1): 0.1}, {("fog", 1): 0.0})
     with pytest.raises(ValueError, match="no error above that on clean images under fog"):
         relative_mean_corruption_error({("fog", 1): 0.1}, 0.1, {("fog", 1): 0.2}, 0.2)
+    masks = [Row("clean", "", "", "accuracy", 0.9), Row("corruption", "fog", "1", "mIoU", 0.5)]
+    with pytest.raises(ValueError, match="the table's corruptions have mIoU"):
+        corruption_errors(masks)
     with pytest.raises(ValueError, match="at least one of the fifteen"):
         mean_corruption_error({("saturate", 1): 0.1}, BASE)

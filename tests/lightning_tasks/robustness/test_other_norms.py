@@ -197,6 +197,7 @@ def test_one_search_tells_of_every_radius_and_of_the_median(tmp_path):
         ("hop_skip_jump", r"'hop_skip_jump' has eps=None: give a list of radii in the L2 norm .*eps: \[0.5, 1\]"),
         ({"name": "sparse_l1_descent", "eps": 10}, r"has eps=10: give a list of radii in the L1 norm"),
         ({"name": "carlini_wagner", "eps": [-1]}, r"the attack 'carlini_wagner': eps is -1: .* above 0"),
+        ({"name": "carlini_wagner", "eps": [0.5, "1/2"]}, r"'carlini_wagner' has a radius twice in eps=\[0.5, '1/2'\]"),
         ({"name": "pgd", "eps": [3]}, r"the attack 'pgd': eps is 3: it must be a number in \[0, 1\]"),
         (
             {"name": "transfer", "attack": "carlini_wagner", "source": "x"},

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.data import DataLoader
@@ -22,7 +21,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
-from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.sdpa import record
 from attention_modules.hosts.sdpa.record import known
@@ -248,101 +246,6 @@ def test_an_example_that_runs_a_layer_twice() -> None:
         (row,) = swap_attention(model, "softmax", example=x)
         assert row.name == "0"
         assert torch.equal(model(x), expected)
-
-
-class Around(Joint):
-    """It calls the function beside a part that does so too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Joint()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.inner(x))
-
-
-@pytest.mark.parametrize("example", [None, features()])
-def test_a_layer_in_a_layer(example: Tensor | None) -> None:
-    model = nn.Sequential(Around())
-    report = swap_attention(model, "uniform", example=example)
-    assert [row.name for row in report] == ["0.inner"]
-    assert [row.name for row in report.skipped] == ["0"]
-    alone = Joint()
-    alone.load_state_dict(model[0].inner.state_dict())
-    swap_attention(alone, "uniform")
-    torch.testing.assert_close(model(features()), Joint.forward(model[0], alone(features())))
-
-
-class Pools(nn.Module):
-    """It asks the tokens of an encoder itself."""
-
-    def __init__(self, encoder: nn.Module) -> None:
-        super().__init__()
-        self.encoder, self.query = encoder, nn.Parameter(torch.randn(1, 1, 192))
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = self.encoder(x)
-        return nn.functional.scaled_dot_product_attention(self.query.expand(len(x), -1, -1), tokens, tokens)
-
-
-@pytest.mark.parametrize("mechanism", ["sigmoid", "entmax", "retention", "symmetric"])
-def test_a_model_that_calls_the_function_hides_no_layers_inside(mechanism: str) -> None:
-    layer = nn.TransformerEncoderLayer(192, 3, 192, batch_first=True)
-    vit = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    vit.forward = vit.forward_features
-    for encoder in (nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), vit):
-        model, inside = Pools(encoder), [row.name for row in swap_attention(copy.deepcopy(encoder), mechanism)]
-        names = [f"encoder.{name}" for name in inside]
-        for name in (mechanism, "softmax"):  # the second of a swapped model
-            report = swap_attention(model, name)
-            assert [row.name for row in report] == names
-            assert [(row.name, "stands for one call" in row.reason) for row in report.skipped] == [("", True)]
-        restore_attention(model)
-        assert not [each for each in model.modules() if isinstance(each, Swapped)]
-
-
-class CausalByBias(Joint):
-    """It hides the future by PyTorch's own mask, which holds no values."""
-
-    kind = staticmethod(causal_upper_left)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
-        mask = self.kind(x.shape[1], x.shape[1])
-        return nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
-
-
-@pytest.mark.parametrize("mechanism", ["softmax", "sigmoid", "entmax", "hard", "linear"])
-@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
-def test_the_future_is_hidden_by_torchs_own_masks(kind: Any, mechanism: str) -> None:
-    layer, x = type("Own", (CausalByBias,), {"kind": staticmethod(kind)})(), features()
-    plain = layer(x)
-    swap_attention(layer, mechanism)
-    assert attention_layers(layer)[0].spec.is_causal
-    out, other = layer(x), layer(torch.cat([x[:, :3], torch.randn_like(x[:, 3:])], 1))
-    torch.testing.assert_close(out[:, :3], other[:, :3])
-    if mechanism == "softmax":
-        torch.testing.assert_close(out, plain)
-
-
-class Holds(nn.Module):
-    """It computes with the projections of a layer inside, and calls the function itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.MultiheadAttention(16, 4, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = nn.functional.linear(x, self.inner.in_proj_weight, self.inner.in_proj_bias)
-        heads = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in made.chunk(3, 2))
-        return self.inner.out_proj(nn.functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
-
-
-def test_a_module_that_computes_with_the_projections_of_a_part_is_the_layer() -> None:
-    model = nn.Sequential(Holds())
-    plain = model(features())
-    assert [row.name for row in swap_attention(model, "uniform")] == ["0"]
-    assert not torch.allclose(model(features()), plain)
 
 
 class ByLoopedHelper(nn.Module):

@@ -12,9 +12,11 @@ import yaml
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils.data import DataLoader
 
 from attention_modules import AttentionSwapError, declare_host, swap_attention
+from attention_modules.hosts import attention_layers
 from lightning_tasks import load_swapped
 from lightning_tasks.callbacks import AttentionMonitor, LipschitzMonitor, LocAteR, SpectrumMonitor, SwapAttention
 from tests.attention_modules.hosts.cases import features, padding_mask
@@ -238,3 +240,27 @@ def test_callbacks_see_a_declared_layer_as_its_example_shows_it(tmp_path: Path, 
         Trainer(default_root_dir=tmp_path, max_steps=1, callbacks=[CALLBACKS[name]()], **quiet).fit(
             Watched(NeedsMask, example=False), batches
         )
+
+
+class CausalByBias(Joint):
+    """It hides the future by PyTorch's own mask, which holds no values."""
+
+    kind = staticmethod(causal_upper_left)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, 2))
+        mask = self.kind(x.shape[1], x.shape[1])
+        return nn.functional.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sigmoid", "entmax", "hard", "linear"])
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+def test_the_future_is_hidden_by_torchs_own_masks(kind: Any, mechanism: str) -> None:
+    layer, x = type("Own", (CausalByBias,), {"kind": staticmethod(kind)})(), features()
+    plain = layer(x)
+    swap_attention(layer, mechanism)
+    assert attention_layers(layer)[0].spec.is_causal
+    out, other = layer(x), layer(torch.cat([x[:, :3], torch.randn_like(x[:, 3:])], 1))
+    torch.testing.assert_close(out[:, :3], other[:, :3])
+    if mechanism == "softmax":
+        torch.testing.assert_close(out, plain)
