@@ -26,7 +26,7 @@ from lightning_tasks.cli.arguments import (
 )
 from lightning_tasks.cli.as_run import keeps_teacher, own_callbacks, show_as_run, without_checkpoints
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
-from lightning_tasks.cli.last_checkpoint import last_checkpoint
+from lightning_tasks.cli.last_checkpoint import checkpoint_of_job, last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
 from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run, sections_of_run
@@ -126,17 +126,20 @@ class AttnswapCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Let the checkpoint's hyper-parameters fill what neither configuration nor command line gave."""
         section = self.config[self.config.subcommand]
-        both = section.get("ckpt_path") and section.get("init_from")
         fits = self.config.subcommand == "fit"
-        if both and not (fits and (self._labels or keeps_teacher(section.trainer.callbacks))):
+        takes_both = fits and (self._labels or keeps_teacher(section.trainer.callbacks))
+        if fits and (own := checkpoint_of_job(section, self._recipe)):
+            section.ckpt_path = str(own)
+            section.init_from = section.init_from if takes_both else None
+            rank_zero_info(f"attnswap: this job goes on from its own {own}")
+        if section.get("ckpt_path") and section.get("init_from") and not takes_both:
             raise UsageError(
                 "--ckpt_path resumes a run and --init_from starts a new one; give only one of the two (where a saved "
                 "config.yaml has the other: --init_from null, or --ckpt_path null)"
             )
         if str(section.get("ckpt_path")) == "last":
-            resumes = self.config.subcommand == "fit"
             given = self._given[self.config.subcommand].as_dict().get("model") or {}
-            section.ckpt_path = str(last_checkpoint(section, given, self._recipe, resumes))
+            section.ckpt_path = str(last_checkpoint(section, given, self._recipe, resumes=fits))
             rank_zero_info(f"attnswap: --ckpt_path last is {section.ckpt_path}")
         if section.get("ckpt_path") and is_sharded(section.ckpt_path) and not section.trust_checkpoint:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_tasks.cli.loggers import runs_folder
-from lightning_tasks.cli.save_config import CONFIGURATION, ENVIRONMENT, plain_of
+from lightning_tasks.cli.save_config import CONFIGURATION, ENVIRONMENT, JOB, THIS_JOB, plain_of
 from lightning_tasks.errors import UsageError
 from lightning_tasks.files.checkpoint_io import SHARDED, is_sharded
 from lightning_tasks.files.weights import read_checkpoint
@@ -40,10 +41,7 @@ def last_checkpoint(section: Any, model: Mapping[str, Any], recipe: str, resumes
         UsageError: there is none, or those are of other data or another seed; the text names the folders, or what
             differs.
     """
-    patterns = dict.fromkeys(_patterns(section.trainer, recipe))
-    # A link may outlive its file: save_last="link" makes one to a checkpoint that is removed later.
-    found = [path for folder, pattern in patterns for path in folder.glob(pattern) if path.exists()]
-    found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    patterns, found = _checkpoints(section.trainer, recipe)
     here = plain_of({key: section.get(key) for key in ("data", "seed_everything")})
     if here["seed_everything"] is True:  # any seed
         del here["seed_everything"]
@@ -69,6 +67,26 @@ def last_checkpoint(section: Any, model: Mapping[str, Any], recipe: str, resumes
         )
     none = f"none of {len(found)} checkpoints can be resumed" if found else "there is no checkpoint"
     raise UsageError(f"--ckpt_path last: {none} in {looked}; leave it out to start anew, or give the path of a file")
+
+
+def checkpoint_of_job(section: Any, recipe: str) -> Path | None:
+    """The newest checkpoint that the queued job of this fit wrote before it was queued again; None where it has none.
+
+    Args:
+        section: the configuration of the command.
+        recipe: the name of the recipe.
+    """
+    job = os.environ.get(THIS_JOB)
+    found = _checkpoints(section.trainer, recipe)[1] if job else []
+    return next((path for path in found if _content(path).get(JOB) == job and _fault(path, True) is None), None)
+
+
+def _checkpoints(trainer: Any, recipe: str) -> tuple[dict[tuple[Path, str], None], list[Path]]:
+    """Where the checkpoints of a recipe's runs are, and which there are, the newest first."""
+    patterns = dict.fromkeys(_patterns(trainer, recipe))
+    # A link may outlive its file: save_last="link" makes one to a checkpoint that is removed later.
+    found = [path for folder, pattern in patterns for path in folder.glob(pattern) if path.exists()]
+    return patterns, sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def _say_left_out(newer: list[Path], taken: Path) -> None:
@@ -100,18 +118,27 @@ def _configuration(path: Path) -> dict[str, Any]:
 
     The file comes first: its folder may hold a `config.yaml` of the user's own, or one of a later run.
     """
-    file, run = path / SHARDED if is_sharded(path) else path, path.parent.parent
+    content, run = _content(path), path.parent.parent
     try:
-        # Checksums are compared for what is taken; without them no tensor is read.
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
         if CONFIGURATION in content:
             found = json.loads(content[CONFIGURATION])
             return found if isinstance(found, dict) else {}
-        if path.parent.name == "checkpoints" and (run / ENVIRONMENT).is_file():  # of an earlier version of attnswap
+        if content and path.parent.name == "checkpoints" and (run / ENVIRONMENT).is_file():
             return read_settings(run / "config.yaml")
     except Exception:  # a damaged file fails in any way, and is left out by its fault
         return {}
     return {}
+
+
+def _content(path: Path) -> Mapping[str, Any]:
+    """What a checkpoint holds, its tensors unread; nothing where it cannot be read."""
+    file = path / SHARDED if is_sharded(path) else path
+    try:
+        # Checksums are compared for what is taken; without them no tensor is read.
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    except Exception:  # a damaged file fails in any way, and is left out by its fault
+        return {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def _differences(here: Any, there: Any, key: str = "") -> list[str]:

@@ -25,6 +25,10 @@ from lightning_tasks.runs.wandb_runs import save_run
 ENVIRONMENT = "environment.json"
 CONFIGURATION = "attnswap_configuration"
 """The key of a checkpoint under which the configuration of its run stands, as JSON."""
+JOB = "attnswap_job"
+"""The key of a checkpoint under which the queued job of its run stands."""
+THIS_JOB = "ATTNSWAP_JOB"
+"""The environment variable that names the queued job to the fit that it runs."""
 
 
 class SaveConfig(SaveConfigCallback):
@@ -60,10 +64,12 @@ class SaveConfig(SaveConfigCallback):
         self._save(trainer, pl_module, "predict")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Say to which W&B run the checkpoint belongs, and of which model, data and seed it is."""
+        """Say to which W&B run and which queued job the checkpoint belongs, and of which model, data and seed it is."""
         save_run(trainer, checkpoint)
         kept = {key: self.config.get(key) for key in ("model", "data", "seed_everything")}
         checkpoint[CONFIGURATION] = json.dumps(plain_of(kept))
+        if job := os.environ.get(THIS_JOB):
+            checkpoint[JOB] = job
 
     def _save(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.loggers and not self.already_saved:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from attention_modules.extras import needed_for
-from lightning_tasks.cli.asked import check_asked, named_recipe, value_of
+from lightning_tasks.cli.asked import check_asked, named_recipe
+from lightning_tasks.cli.save_config import THIS_JOB
 from lightning_tasks.compare.arguments import executor_options, executor_parser, without_executor
 from lightning_tasks.compare.cell import Cell
 from lightning_tasks.compare.cluster.lease import is_free
 from lightning_tasks.errors import UsageError, reason
-from lightning_tasks.runs.folder import RUNS
 
 JOBS = "jobs"
 _ENDED = (0, 3, 75)  # finished, diverged, run by another process
@@ -53,16 +54,14 @@ class CellJob:
 
 
 class FitJob:
-    """Runs one fit, on as many nodes and processes as the job has; queued again, it goes on from its last checkpoint.
+    """Runs one fit, on as many nodes and processes as the job has; queued again, it goes on from its own checkpoint.
 
     Args:
         arguments: of `attnswap`.
-        root: the folder of the runs, in which checkpoints are looked for.
     """
 
-    def __init__(self, arguments: Sequence[str], root: str) -> None:
-        self.arguments, self.root = [*arguments], root
-        self.began = time.time() - 1.0  # file systems have coarser clocks
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.arguments, self.name = [*arguments], uuid4().hex
 
     def __call__(self) -> None:
         """Run it.
@@ -70,17 +69,15 @@ class FitJob:
         Raises:
             RuntimeError: it failed, or was refused.
         """
-        status = subprocess.run([sys.executable, "-m", "attnswap", *self.arguments], check=False).returncode
+        command = [sys.executable, "-m", "attnswap", *self.arguments]
+        status = subprocess.run(command, env=os.environ | {THIS_JOB: self.name}, check=False).returncode
         if status:
             raise RuntimeError(f"attnswap {shlex.join(self.arguments)} ended with {status}")
 
     def checkpoint(self) -> Any:
-        """What submitit queues when SLURM takes the machine away or its time is over."""
+        """What submitit queues when SLURM takes the machine away or its time is over: the same once more."""
         from submitit.helpers import DelayedSubmission
 
-        goes_on = any(argument.partition("=")[0] == "--ckpt_path" for argument in self.arguments)
-        if not goes_on and any(file.stat().st_mtime >= self.began for file in Path(self.root).rglob("*.ckpt")):
-            self.arguments += ["--ckpt_path", "last"]
         return DelayedSubmission(self)
 
 
@@ -96,8 +93,7 @@ def submit_fit(arguments: Sequence[str]) -> None:
     fit = named_recipe(without_executor(arguments))
     check_asked(fit)
     check_arguments(fit)
-    job = FitJob(fit, value_of(fit, "--trainer.default_root_dir") or str(RUNS))
-    (number,) = _submitted([job], Path(JOBS), executor_options(options))
+    (number,) = _submitted([FitJob(fit)], Path(JOBS), executor_options(options))
     print(f"submitted the job {number}; its log is in {JOBS}")
 
 

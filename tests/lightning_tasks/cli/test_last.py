@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_tasks.__main__ import main
-from lightning_tasks.cli.save_config import CONFIGURATION
+from lightning_tasks.cli.save_config import CONFIGURATION, THIS_JOB
 from lightning_tasks.files.checkpoint_io import CheckedCheckpointIO, UnwrittenCheckpoint, refuse_damaged
 from lightning_tasks.files.weights import read_checkpoint
 from tests.lightning_tasks.cli.data import SEEN, ReadsSteps
@@ -120,6 +120,23 @@ def test_of_two_models_the_same_one_is_resumed_and_workers_make_no_difference(de
     newest = checkpoint()
     main(["fit", "--config", demo, DATA, "--data.num_workers=1", "--ckpt_path=last", "--trainer.max_steps=6"])
     assert said[-2] == f"attnswap: --ckpt_path last is {newest}"
+
+
+def test_a_job_that_is_queued_again_goes_on_from_its_own_checkpoint(demo, said, monkeypatch):
+    """Two jobs fit one recipe, data and seed; the newer checkpoint is that of the other one, of another trainer."""
+    monkeypatch.setenv(THIS_JOB, "one")
+    main(["fit", "--config", demo])
+    own = checkpoint()
+    monkeypatch.setenv(THIS_JOB, "two")
+    main(["fit", "--config", demo, "--trainer.gradient_clip_val=0.5"])
+    assert not any("goes on from its own" in text for text in said)
+    monkeypatch.setenv(THIS_JOB, "one")
+    main(["fit", "--config", demo, "--init_from", str(checkpoint()), "--trainer.max_steps=4"])
+    assert f"attnswap: this job goes on from its own {own}" in said
+    assert torch.load(checkpoint(), weights_only=True)["global_step"] == 4
+    monkeypatch.setenv(THIS_JOB, "three")
+    main(["fit", "--config", demo])
+    assert torch.load(checkpoint(), weights_only=True)["global_step"] == 2
 
 
 def test_a_module_of_one_s_own_goes_on_at_its_place_in_the_data(demo):
