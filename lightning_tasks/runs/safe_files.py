@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.json_values import list_of, texts_of
@@ -45,15 +46,16 @@ def refuse_foreign(path: Path, folder: Path, most_bytes: int = MOST_TABLE_BYTES)
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to, which takes its place once it is written; a link there is replaced."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)
+    """A path beside `path` to write to, which takes its place once it is written; a link there is replaced.
+
+    Of several commands that write it at once, the last one counts.
+    """
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
         yield partial
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
 
 
 def write_rows(path: Path, columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> None:

@@ -9,6 +9,7 @@ from filelock import FileLock
 from lightning_tasks.__main__ import main
 from lightning_tasks.errors import UsageError
 from lightning_tasks.runs.folder import LOCK, output_folder
+from lightning_tasks.runs.safe_files import written_whole
 
 MODEL = ["--model", "test_vit", "--random", "--data", "cifar10"]
 COMMANDS = {
@@ -77,3 +78,14 @@ def test_a_file_in_the_way_is_named(tmp_path):
         said = re.escape(f"--output {path}: {tmp_path / 'file'} is a file; give a folder")
         with pytest.raises(UsageError, match=said), output_folder(path):
             pass
+
+
+def test_of_two_that_write_a_file_at_once_each_writes_it_whole(tmp_path):
+    path = tmp_path / "file"
+    with written_whole(path) as last:
+        last.write_text("the last")
+        with written_whole(path) as first:
+            first.write_text("the first")
+        assert path.read_text() == "the first"
+    assert path.read_text() == "the last"
+    assert [*tmp_path.iterdir()] == [path]
