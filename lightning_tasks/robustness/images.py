@@ -24,11 +24,9 @@ from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.other_data import other_data
 from lightning_tasks.robustness.settings import RobustnessSettings
 from lightning_tasks.robustness.subject import Subject, share_right
-from lightning_tasks.robustness.tested_model import InPrecision, held_still, mechanisms_of, surrogate_note
+from lightning_tasks.robustness.tested_model import InPrecision, gradient_note, held_still, mechanisms_of
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
-
-NO_GRADIENT = "the input gradient is zero: an attack by it says nothing"
 
 
 def clean_measurement(subject: Subject) -> Measurement[Row]:
@@ -74,7 +72,7 @@ def attack_measurement(
             if setting.seeded:
                 options["seed"] = subject.seed + first
             with other_options(mechanisms_of(twin), setting.mechanism):
-                note = surrogate_note(twin) if by_gradient else ""
+                note = gradient_note(twin) if by_gradient else ""
                 attacked = setting.attack.function(subject.model, images, labels, eps=radius, **options)
             with held_still(subject.model, gradients=False):
                 right.append(logits_of(subject.model, attacked).argmax(1) == labels)
@@ -82,7 +80,7 @@ def attack_measurement(
         norms = (math.nan, math.nan)
         if setting.attack.white_box:
             norms = subject.gradient_norms(setting.at_own_prediction)
-            note = note or (NO_GRADIENT if norms[0] == 0 else "")
+            note = note or gradient_note(subject.model, norms[0])
         found = share_right(torch.cat(right))
         return [Row("attack", setting.label, text, **found, gradient_l1=norms[0], gradient_l2=norms[1], note=note)]
 
@@ -107,7 +105,7 @@ def autoattack_measurement(subject: Subject, setting: AttackSetting, eps: tuple[
             return Row("attack", name, text, **share_right(right), gradient_l1=first, gradient_l2=second, note=note)
 
         after = {name: found.standing[name] for name in setting.options["attacks"]}
-        flags = [*found.flags, *filter(None, [surrogate_note(subject.model)])]
+        flags = [*found.flags, *filter(None, [gradient_note(subject.model)])]
         worst = row(setting.label, [*after.values()][-1], autoattack_note(flags, setting.options))
         return [worst, *(row(f"{setting.label} after {name}", right) for name, right in after.items())]
 
@@ -133,8 +131,8 @@ def smallest_measurement(subject: Subject, setting: AttackSetting) -> Measuremen
             advance(len(images) / len(subject.images))
         norms, note = (math.nan, math.nan), ""
         if setting.attack.white_box:
-            norms, note = subject.gradient_norms(own=False), surrogate_note(subject.model)
-            note = note or (NO_GRADIENT if norms[0] == 0 else "")
+            norms = subject.gradient_norms(own=False)
+            note = gradient_note(subject.model, norms[0])
         needed = torch.cat(lengths)
         median = needed.sort().values[(len(needed) - 1) // 2].item()
         rows = [Row("attack", setting.label, text, **share_right(needed > eps)) for text, eps in setting.eps]

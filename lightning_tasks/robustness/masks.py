@@ -19,7 +19,7 @@ from lightning_tasks.robustness.attacks.table import AttackSetting
 from lightning_tasks.robustness.corruptions import LIBRARIES, SMALLEST, CorruptedImages, require_library, too_small
 from lightning_tasks.robustness.evaluation import Batch, Plan
 from lightning_tasks.robustness.settings import RobustnessSettings
-from lightning_tasks.robustness.tested_model import held_still, surrogate_note
+from lightning_tasks.robustness.tested_model import gradient_note, held_still
 from lightning_tasks.runs.measurements import Advance, Measurement, library_versions
 from lightning_tasks.runs.robustness import Row
 from lightning_tasks.training.segmentation_metrics import SegmentationScores, scores
@@ -104,7 +104,7 @@ def attacked_mask_measurement(
             attacked += function(subject.task, images, masks, eps=radius, **setting.options, **drawn).cpu()
             advance(len(images) / len(subject.images))
         found, norms = subject.scores(attacked, lambda share: None), subject.gradient_norms
-        note = surrogate_note(subject.task)
+        note = gradient_note(subject.task, norms[0])
         return [Row("attack", setting.label, text, METRICS["miou"], found["miou"], len(attacked), *norms, note=note)]
 
     what = {"test": "attack", "name": setting.label, "eps": text, "radius": radius}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,10 +80,16 @@ def mechanisms_of(model: nn.Module) -> list[AttentionMechanism]:
     return [each for each in model.modules() if isinstance(each, AttentionMechanism)]
 
 
-def surrogate_note(model: nn.Module) -> str:
+def gradient_note(model: nn.Module, norm: float = math.nan) -> str:
     """What speaks against a model's gradients for its input, in words; "" where they are those of its output.
 
     A mechanism that draws has another gradient in training alone.
+
+    Args:
+        model: whose.
+        norm: of the gradients, where it was measured.
     """
     names = {type(each).__name__ for each in mechanisms_of(model) if each.surrogate_gradient and not each.stochastic}
-    return f"the gradient of {', '.join(sorted(names))} is not that of the output" if names else ""
+    if names:
+        return f"the gradient of {', '.join(sorted(names))} is not that of the output"
+    return "the input gradient is zero: an attack by it says nothing" if norm == 0 else ""

@@ -16,9 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, get_type_hints
 
+import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from attention_modules import __version__
@@ -32,7 +34,7 @@ _LIBRARIES = (
 )
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _MOST_BYTES = 1 << 32  # of the rows of all runs of a recipe
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, Tensor, np.ndarray, np.generic)
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -149,8 +151,8 @@ def _version(name: str) -> str:
 def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     """Changes with weights and buffers, layers and their options, plain settings, data, and versions of libraries.
 
-    It changes with the files of classes that are in no installed library, and of what these import, and with numbers,
-    texts and truths that are public attributes of modules, too.
+    It changes with the files of classes that are in no installed library, and of what these import, and with public
+    attributes of modules too: numbers, texts, truths, tensors, and what holds nothing else.
     """
     digest = hashlib.sha256(json.dumps([__version__, library_versions(_LIBRARIES), platform.python_version()]).encode())
     kinds = {f"{kind.__module__}.{kind.__qualname__}" for part in module.modules() for kind in type(part).__mro__}
@@ -166,11 +168,18 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
     return digest.hexdigest()
 
 
-def _plain_attributes(module: torch.nn.Module) -> dict[str, str]:
-    found = {
-        name: value for name, value in sorted(vars(module).items()) if isinstance(value, _PLAIN) and name[0] != "_"
-    }
-    return {name: hex(value) if isinstance(value, int) else repr(value) for name, value in found.items()}
+def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Texts of numbers and digests of tensors, nested as the public attributes are that hold nothing else."""
+    public = ((name, value) for name, value in sorted(vars(module).items()) if name[0] != "_")
+    plain = {name: value for name, value in public if all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value))}
+    return tree_map(_text, plain)  # type: ignore[no-any-return]
+
+
+def _text(leaf: Any) -> str:
+    if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
+        leaf = torch.as_tensor(leaf).detach().cpu().contiguous()
+        return hashlib.sha256(leaf.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hex(leaf) if isinstance(leaf, int) else repr(leaf)
 
 
 def measurement_key(identity: str, what: Mapping[str, Any]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.sdpa.record import arguments, copy_of, known, with_values
-from attention_modules.mechanisms.shared.probe import unobserved
+from attention_modules.hosts.sdpa.record import arguments, copied, known, with_values
+from attention_modules.hosts.sdpa.rehearsed import rehearsed
 
 _LEVELS = 1.2 ** torch.arange(-8.0, 8.0)  # apart enough that half precision tells them from each other
 _SHAPES = ((2, 64), (2, 8, 8))  # of a trial, before the features
@@ -68,8 +68,7 @@ def _alone(layer: nn.Module, block: nn.Module) -> Order | None:
         return None
     for shape in _SHAPES:
         wave = torch.linspace(-9, 9, 128 * width, device=parameter.device).sin()
-        with unobserved(block):
-            found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived)
+        found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived)
         if layer in found:
             return found[layer]
     return None
@@ -82,24 +81,21 @@ def _run(
     kwargs: Mapping[str, Any],
     end: type[Exception] | None = None,
 ) -> dict[nn.Module, Order | None]:
-    """The orders that one forward of a copy shows; ``end`` is raised at the first layer."""
-    of: dict[nn.Module, nn.Module] = {}
-    twin, found = copy_of(module, of), dict[nn.Module, Order | None]()
+    """The orders that one forward on trial shows; ``end`` is raised at the first layer."""
+    found: dict[nn.Module, Order | None] = {}
     given: dict[nn.Module, list[Tensor]] = {}
-    for each, original in of.items():
-        if original in blocks:
-            around = blocks[original]
-            each.register_forward_pre_hook(_arriving(original, around, given, found, end), with_kwargs=True)
-        if original in blocks.values():
-            each.register_forward_pre_hook(_entering(original, given), with_kwargs=True)
-    devices = {tensor.device.index for tensor in module.parameters() if tensor.device.type == "cuda"}
     with (
         contextlib.suppress(Exception),  # whatever a stranger's forward raises where it is given too little
+        rehearsed(module) as parts,
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.random.fork_rng(devices=sorted(devices)),
     ):
-        twin(*args, **kwargs)
+        for part in parts:
+            if part in blocks:
+                part.register_forward_pre_hook(_arriving(part, blocks[part], given, found, end), with_kwargs=True)
+            if part in blocks.values():
+                part.register_forward_pre_hook(_entering(part, given), with_kwargs=True)
+        module(*copied(args), **copied(kwargs))
     return found
 
 

@@ -251,7 +251,9 @@ def _acted_in(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_heads(tensor: Tensor) -> Tensor:
-    """``[B, H, N, d]``: of ``[B, N, d]`` with one head, of more dimensions with the first ones as one."""
+    """``[B, H, N, d]``: of two or three dimensions with one head, of more with the first ones as one."""
+    if tensor.dim() == 2:
+        return tensor[None, None]
     return tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.flatten(0, -4)
 
 

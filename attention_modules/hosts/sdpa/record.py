@@ -1,27 +1,25 @@
-"""A forward pass of a copy, in which each call of ``scaled_dot_product_attention`` is written down."""
+"""A forward pass on trial, in which each call of ``scaled_dot_product_attention`` is written down."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from attention_modules.hosts.base import AttentionSwapError
 from attention_modules.hosts.sdpa.calls import TARGET
+from attention_modules.hosts.sdpa.rehearsed import rehearsed
 from attention_modules.hosts.sdpa.seam import Call, Place, Seam
-from attention_modules.masks import without_causal_bias
-from attention_modules.mechanisms.shared.probe import unobserved
+from attention_modules.masks import visible, without_causal_bias
 
 _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
 
@@ -54,9 +52,8 @@ class _Recorder(TorchFunctionMode):
 def _hides_future(mask: Tensor | None) -> bool:
     if mask is None or mask.is_meta or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
         return False
-    hidden = ~mask if mask.dtype == torch.bool else mask < -1e4
     above = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-    return bool(hidden[..., above].all())
+    return not bool(visible(mask)[..., above].any())
 
 
 @dataclass
@@ -83,28 +80,20 @@ class Record:
 
 
 def recorded(model: nn.Module, example: Any) -> Record:
-    """The calls of one forward pass of a copy of the model.
-
-    The copy shares Parameters with the model and has buffers, lists and dicts of its own, no hooks, and is in
-    evaluation mode: nothing of the model changes, nor does the state of random numbers.
+    """The calls of one forward pass of the model, of which nothing changes, nor does the state of random numbers.
 
     Args:
         model: any module.
         example: what it takes: a tensor, a tuple of arguments, or a dict of arguments by name.
     """
-    of: dict[nn.Module, nn.Module] = {}
-    twin = copy_of(model, of)
     recorder, found = _Recorder(), Record(example=arguments(example))
-    for module in twin.modules():
-        module.register_forward_pre_hook(_entering(recorder), with_kwargs=True)
-        module.register_forward_hook(_leaving(recorder), always_call=True)
     args, kwargs = copied(found.example or ((), {}))
-    devices = {tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=sorted(devices)), recorder:
-        twin(*args, **kwargs)
+    with rehearsed(model) as modules, torch.inference_mode(False), torch.enable_grad(), recorder:
+        for module in modules:
+            module.register_forward_pre_hook(_entering(recorder), with_kwargs=True)
+            module.register_forward_hook(_leaving(recorder), always_call=True)
+        model(*args, **kwargs)
     for call in recorder.calls:
-        call.around = [(of[module], given) for module, given in call.around]
-        call.outs = {of[module]: out for module, out in call.outs.items()}
         found.calls.setdefault(call.around[-1][0], []).append(call)
         for module, _ in call.around:
             found.inside.setdefault(module, []).append(call)
@@ -129,8 +118,13 @@ def record_of(model: nn.Module, example: Any) -> Record:
 
 
 def own_record(model: nn.Module) -> Record | None:
-    """What the ``example_input_array`` of a LightningModule shows; None where it has none, or does not run it."""
+    """What the ``example_input_array`` of a LightningModule shows; None where it has none, or does not run it.
+
+    As Lightning does, it is moved to where the module is.
+    """
     example = getattr(model, "example_input_array", None)
+    if (parameter := next(model.parameters(), None)) is not None:
+        example = tree_map_only(Tensor, lambda tensor: tensor.to(parameter.device), example)
     try:
         return None if example is None else record_of(model, example)
     except AttentionSwapError:
@@ -207,46 +201,6 @@ def _features(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
 
 
-def copy_of(module: nn.Module, of: dict[nn.Module, nn.Module], known: dict[int, nn.Module] | None = None) -> nn.Module:
-    """The module without hooks and in evaluation mode, with the same Parameters and buffers of its own."""
-    known = {} if known is None else known
-    if id(module) in known:
-        return known[id(module)]
-    twin = known[id(module)] = object.__new__(type(module))
-    vars(twin).update({name: _own(value) for name, value in vars(module).items()})
-    for name, value in vars(twin).items():
-        if isinstance(value, dict) and (name.endswith("_hooks") or "_hooks_" in name):
-            vars(twin)[name] = OrderedDict()
-        elif isinstance(value, MethodType) and value.__self__ is module:  # a forward that accelerate left, or replaced
-            vars(twin)[name] = MethodType(value.__func__, twin)
-        elif isinstance(value, functools.partial) and any(each is module for each in value.args):
-            args = (twin if each is module else each for each in value.args)
-            vars(twin)[name] = functools.partial(value.func, *args, **value.keywords)
-    vars(twin)["training"] = False
-    vars(twin)["_buffers"] = {name: None if held is None else held.clone() for name, held in module._buffers.items()}
-    vars(twin)["_modules"] = {
-        name: None if child is None else copy_of(child, of, known) for name, child in module._modules.items()
-    }
-    of[twin] = module
-    return twin
-
-
-def _own(value: Any, known: dict[int, Any] | None = None) -> Any:
-    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same."""
-    known = {} if known is None else known
-    if id(value) in known:
-        return known[id(value)]
-    own = value
-    if isinstance(value, (dict, list, set, deque)):
-        own = known[id(value)] = copy.copy(value)
-        if isinstance(own, (dict, list)):
-            for key, part in own.items() if isinstance(own, dict) else enumerate(own):
-                own[key] = _own(part, known)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-        own = known[id(value)] = value.clone()
-    return own
-
-
 def with_values(layer: nn.Module) -> nn.Module:
     """A copy of a layer of the meta device, on the CPU, with values as good as any."""
     twin, drawn = copy.deepcopy(layer).to_empty(device="cpu"), torch.Generator().manual_seed(0)
@@ -280,8 +234,7 @@ def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
         waves = (torch.linspace(-9 - at, 9, x.numel(), device=x.device).sin() for at, x in enumerate(given))
         given = tuple(x + wave.view_as(x).to(x.dtype) for x, wave in zip(given, waves, strict=True))
     try:
-        with unobserved(layer):  # of which the copy that runs has the users' hooks
-            return recorded(layer, given)
+        return recorded(layer, given)
     except Exception:  # whatever a stranger's forward raises where it is given too little
         return Record()
 

@@ -8,7 +8,8 @@ from torch.nn import functional
 from lightning_tasks.callbacks import RobustnessEvaluation
 from lightning_tasks.robustness import fgsm, pgd, spsa, square
 from lightning_tasks.robustness.attacks.common import IGNORED
-from lightning_tasks.robustness.masks import MaskKind
+from lightning_tasks.robustness.attacks.table import AttackSetting
+from lightning_tasks.robustness.masks import MaskedImages, MaskKind, attacked_mask_measurement
 
 EPS = 8 / 255
 WHITE_BOX = {"fgsm": fgsm, "pgd": lambda *given, **options: pgd(*given, steps=5, restarts=2, **options)}
@@ -67,6 +68,24 @@ def test_pgd_maximizes_the_mean_cross_entropy_of_each_image():
     )
     assert (one > clean).all()
     assert (many >= one).all()
+
+
+class Rounded(nn.Module):
+    """Its scores do not change with a small change of the image."""
+
+    def forward(self, images):
+        return torch.round(images * 4) + 0 * images
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0]).argmax(1)
+
+
+def test_an_attack_by_a_gradient_that_is_zero_is_noted():
+    masks = [torch.zeros(8, 8, dtype=torch.int64)] * 4
+    subject = MaskedImages(Rounded(), [*torch.rand(4, 3, 8, 8)], masks, 3, 255, torch.device("cpu"))
+    measurement = attacked_mask_measurement(subject, AttackSetting.read("fgsm"), ("4/255", 4 / 255))
+    (row,) = measurement.measure(lambda share: None)
+    assert row.note == "the input gradient is zero: an attack by it says nothing"
 
 
 def test_what_has_no_masks_says_so():

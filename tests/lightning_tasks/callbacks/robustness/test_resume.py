@@ -1,5 +1,6 @@
 """A killed evaluation continues; rows of other weights, settings or data are not used."""
 
+import copy
 import importlib
 import inspect
 import json
@@ -10,6 +11,7 @@ import sys
 from dataclasses import asdict
 from importlib.metadata import version
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -230,12 +232,18 @@ class Shifted(TinyClassifier):
         return super().forward(images - self.shift)
 
 
-def test_rows_of_another_forward_pass_are_not_used():
-    module = Shifted()
+@pytest.mark.parametrize(
+    "shift", [0.25, (0.25, 0.5), [0.25], {"red": 0.25}, torch.tensor([0.25]), np.array([0.25]), [torch.ones(2).bool()]]
+)
+def test_rows_of_another_forward_pass_are_not_used(shift):
+    """By what is in no state."""
+    module, again = Shifted(), Shifted()
+    again.load_state_dict(module.state_dict())
     identity = fingerprint(module, [])
-    module.shift = 0.25
-    assert fingerprint(module, []) != identity, "a number that is in no state"
-    assert fingerprint(Shifted(), []) == identity
+    module.shift, again.shift = shift, copy.deepcopy(shift)
+    assert fingerprint(module, []) == fingerprint(again, []) != identity
+    again.shift = [shift, 1]
+    assert fingerprint(module, []) != fingerprint(again, [])
 
 
 def test_rows_of_code_that_was_changed_are_not_used(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from attention_modules.mechanisms.shared.held_options import other_options
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import RobustnessEvaluation, SwapAttention
 from lightning_tasks.robustness import fgsm, input_gradient_norms, pgd, square
-from lightning_tasks.robustness.tested_model import mechanisms_of, surrogate_note
+from lightning_tasks.robustness.tested_model import gradient_note, mechanisms_of
 from lightning_tasks.robustness.text import (
     Text,
     clean_text_measurement,
@@ -109,7 +109,7 @@ def test_whose_gradients_are_not_those_of_the_output():
     def said(mechanism, **options):
         model = TinyClassifier()
         swap_attention(model, mechanism, **options)
-        return surrogate_note(model)
+        return gradient_note(model)
 
     assert said("elliptical").startswith("the gradient of ")
     assert said("sinkhorn") == "the gradient of SinkhornAttention is not that of the output"
@@ -118,7 +118,7 @@ def test_whose_gradients_are_not_those_of_the_output():
     model = TinyClassifier()
     swap_attention(model, "sinkhorn")
     with other_options(mechanisms_of(model), {"detach": False}):
-        assert surrogate_note(model) == ""
+        assert gradient_note(model) == ""
 
 
 def test_one_attack_with_two_settings_has_two_names(tmp_path, module):

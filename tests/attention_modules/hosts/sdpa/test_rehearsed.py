@@ -1,0 +1,147 @@
+"""A trial runs the model itself, however its parts refer to each other, and changes nothing of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules import swap_attention
+from attention_modules.hosts.sdpa.record import own_record, recorded
+from attention_modules.hosts.sdpa.rehearsed import rehearsed
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).movedim(-3, 0).transpose(-2, -3)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(-2, -3).flatten(-2)
+
+
+class Network(nn.Module):
+    """Counts its batches in a normalization and in a metric; calls its parts by ``self.call``."""
+
+    def __init__(self, held: Callable[["Network"], Any]) -> None:
+        super().__init__()
+        self.attn, self.norm, self.metric = Layer(), nn.BatchNorm1d(16), torchmetrics.MeanMetric()
+        self.seen: tuple[list[int], ...] = ([],)
+        self.__dict__["held"] = held(self)
+        self.example_input_array = torch.randn(4, 6, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        attn, norm = self.held
+        self.metric.update(x.mean())
+        return norm(attn(x).transpose(1, 2)).transpose(1, 2)
+
+
+HELD: dict[str, Callable[[Network], Any]] = {
+    "list": lambda model: [model.attn, model.norm],
+    "tuple": lambda model: (model.attn, model.norm),
+    "unregistered list of modules": lambda model: nn.ModuleList([model.attn, model.norm]),
+    "methods": lambda model: (model.attn.forward, model.norm.forward),
+    "closures": lambda model: (lambda x: model.attn(x), lambda x: model.norm(x)),
+}
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=[*HELD])
+def test_nothing_changes_however_parts_are_held(held: Callable[[Network], Any]) -> None:
+    model, seen = Network(held), []
+    model.attn.register_forward_hook(lambda *_: seen.append(1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (row,) = swap_attention(model, "differential", example=model.example_input_array)
+    assert row.heads == 2
+    assert seen == []
+    assert model.training
+    assert model.norm.training
+    assert model.metric._update_count == 0
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if name.startswith("norm"))
+
+
+def test_a_module_that_only_an_attribute_holds_is_rehearsed_too() -> None:
+    hidden = nn.Sequential(Layer(), nn.BatchNorm1d(6))
+    model = nn.Module()
+    model.__dict__["hidden"] = [hidden]
+    with rehearsed(model) as parts:
+        assert {*hidden.modules()} < {*parts}
+        assert not any(part.training for part in parts)
+        hidden[1](torch.randn(4, 6, 16))
+        hidden[1].num_batches_tracked.add_(1)
+        hidden[1].other = 1
+    assert all(part.training for part in hidden.modules())
+    assert hidden[1].num_batches_tracked == 0
+    assert not hasattr(hidden[1], "other")
+
+
+def test_after_an_error_everything_is_as_before() -> None:
+    model = Network(HELD["tuple"])
+    with pytest.raises(RuntimeError):
+        recorded(model, torch.randn(4, 6, 17))
+    assert model.training
+    assert model.metric._update_count == 0
+    assert not model.attn._forward_pre_hooks
+
+
+def test_a_compiled_model_is_tried_eagerly() -> None:
+    model = Network(HELD["tuple"])
+    compiled = torch.compile(model, backend=_refuses)
+    assert len(recorded(compiled, torch.randn(4, 6, 16)).calls[model.attn]) == 1
+
+
+def _refuses(graph: Any, inputs: Any) -> Any:
+    raise AssertionError("it is compiled")
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "value_residual"])
+def test_an_example_stays_as_it_is(mechanism: str) -> None:
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Layer(), Layer()])
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.blocks[1](self.blocks[0](batch["x"].sub_(1)))
+
+    batch = {"x": torch.randn(4, 6, 16)}
+    given = batch["x"].clone()
+    swap_attention(InPlace(), mechanism, example=(batch,))
+    assert torch.equal(batch["x"], given)
+
+
+def test_the_example_of_a_lightning_module_is_moved_to_it() -> None:
+    model = nn.Sequential(Layer()).to("meta")
+    model.example_input_array = {"input": torch.randn(4, 6, 16)}  # type: ignore[assignment]
+    record = own_record(model)
+    assert record is not None
+    assert len(record.calls[model[0]]) == 1
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, -1e9, -1e4, -9984.0])
+def test_a_bias_that_hides_the_future_is_causal(hidden: float) -> None:
+    class Masked(Layer):
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return super().forward(x, torch.full((6, 6), hidden, dtype=x.dtype).triu(1))
+
+    with pytest.raises(ValueError, match="cannot swap"):
+        swap_attention(nn.Sequential(Masked()), "sinkhorn", example=torch.randn(4, 6, 16))
+
+
+def test_a_call_of_two_dimensions_has_one_head() -> None:
+    class OneHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(16, 48)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+    model, x = nn.Sequential(OneHead()), torch.randn(6, 16)
+    plain = model(x)
+    swap_attention(model, "softmax", example=x[None])
+    torch.testing.assert_close(model(x), plain)
