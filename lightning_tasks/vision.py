@@ -103,11 +103,14 @@ class VisionTask(BaseTask):
         return [*names, *map(str, range(len(names), self.hparams["num_classes"]))]
 
     def optimizer_groups(self) -> list[dict[str, Any]]:
-        """timm's groups of the model's parameters, or those that ``param_groups`` asks for."""
+        """timm's groups of the model's parameters, and the task's own; or those that ``param_groups`` asks for."""
         if self.hparams["param_groups"] is not None:
             return super().optimizer_groups()
         decay, schedule = self.hparams.get("layer_decay"), self.hparams["scheduler"]
-        return model_groups(self.model, self.hparams["optimizer"], decay, schedule)
+        groups = model_groups(self.model, self.hparams["optimizer"], decay, schedule)
+        of_model = {id(parameter) for parameter in self.model.parameters()}
+        own = [each for each in self.parameters() if each.requires_grad and id(each) not in of_model]
+        return [*groups, {"params": own}] if own else groups
 
 
 def class_count(task: str, given: int | None, datamodule: Any) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from attnswap.datamodules.shared.base import DataModule, default_workers
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -74,16 +74,27 @@ def keeps_teacher(callbacks: Any) -> bool:
     return any(_is_of(each, DriftMonitor) for each in _listed(callbacks))
 
 
-def without_checkpoints(callbacks: Any) -> Any:
-    """The callbacks of a configuration without those that keep checkpoints, which Lightning refuses where none are."""
-    return None if callbacks is None else [each for each in _listed(callbacks) if not _is_of(each, Checkpoint)]
+def of_cell(trainer: Any) -> None:
+    """Have the `trainer` section of a cell run on one device where it takes what there is, as `compare` plans it.
+
+    Callbacks that keep checkpoints or show a progress bar are left out where it has none, which Lightning refuses.
+    """
+    if str(trainer.devices) in ("auto", "-1"):
+        trainer.devices = 1
+    absent = [
+        kind
+        for kind, wanted in ((Checkpoint, trainer.enable_checkpointing), (ProgressBar, trainer.enable_progress_bar))
+        if wanted is False
+    ]
+    if trainer.callbacks is not None:
+        trainer.callbacks = [each for each in _listed(trainer.callbacks) if not _is_of(each, tuple(absent))]
 
 
 def _listed(callbacks: Any) -> list[Any]:
     return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
-def _is_of(given: Any, kind: type) -> bool:
+def _is_of(given: Any, kind: type | tuple[type, ...]) -> bool:
     found = import_object(given.class_path)
     return isinstance(found, type) and issubclass(found, kind)  # else a function that makes a callback
 

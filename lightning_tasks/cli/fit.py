@@ -24,7 +24,7 @@ from lightning_tasks.cli.arguments import (
     spell_out_classes,
     warn_of_last_callback,
 )
-from lightning_tasks.cli.as_run import keeps_teacher, own_callbacks, show_as_run, without_checkpoints
+from lightning_tasks.cli.as_run import keeps_teacher, of_cell, own_callbacks, show_as_run
 from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.last_checkpoint import checkpoint_of_job, last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
@@ -209,8 +209,8 @@ class AttnswapCLI(LightningCLI):
             )
         self.trainer_defaults["callbacks"] += own_callbacks(self.config.subcommand, section)
         trainer, wandb_runs = section.trainer, wandb_arguments(section.trainer.logger)
-        if self._labels is not None and trainer.enable_checkpointing is False:
-            trainer.callbacks = without_checkpoints(trainer.callbacks)
+        if self._labels is not None:
+            of_cell(trainer)
         if trainer.logger is False or trainer.fast_dev_run:
             return
         root = Path(trainer.default_root_dir or RUNS)

@@ -71,6 +71,8 @@ class RecordImages(Callback):
     ) -> None:
         """Keep a batch."""
         measure = _measure_of(pl_module)
+        if not isinstance(outputs, Tensor):  # of a test step of somebody's own
+            return
         if measure is None or dataloader_idx or trainer.world_size > 1 or not len(batch[1]):
             return
         self._parts.append(measure(outputs.detach(), batch[1]))

@@ -70,6 +70,16 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
 
 def update_digest(digest: Any, tensor: torch.Tensor) -> None:
     """Add shape and content of a tensor to a digest."""
-    content = tensor.detach().cpu().contiguous()
+    if tensor.is_nested:
+        for part in tensor.unbind():
+            update_digest(digest, part)
+        return
+    if tensor.layout != torch.strided:
+        digest.update(str(tuple(tensor.shape)).encode())
+        entries = tensor.detach().to_sparse_coo().coalesce()
+        update_digest(digest, entries.indices())
+        update_digest(digest, entries.values())
+        return
+    content = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     digest.update(str(tuple(content.shape)).encode())
     digest.update(content.flatten().view(torch.uint8).numpy())

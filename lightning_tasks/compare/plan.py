@@ -139,6 +139,11 @@ def check_cells(cells: Iterable[Cell], one_node: bool = False) -> dict[str, int]
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 trainer = check_arguments(cell.arguments)
                 check_cell_loggers(trainer.logger)
+                if trainer.fast_dev_run or trainer.barebones:
+                    raise UsageError(
+                        "trainer.fast_dev_run and trainer.barebones log nothing, so that there is nothing to compare; "
+                        "for a trial give trainer.max_steps and trainer.limit_val_batches"
+                    )
             processes[cell.name] = processes_of(trainer, one_node)
         except Exception as error:
             refusal = error if isinstance(error, UsageError) else refusal_in(error)

@@ -1,17 +1,18 @@
-"""The cells of a comparison in worker processes: a device each, and an interrupt that ends them all."""
+"""The cells of a comparison, each in a process of its own: a device for each, and an interrupt that ends them all."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -21,10 +22,12 @@ from lightning_tasks.compare.cell import Cell, last_error
 from lightning_tasks.compare.cluster.lease import HeldError, is_free, owner_of
 from lightning_tasks.compare.cluster.run import run_if_free
 from lightning_tasks.errors import reason
+from lightning_tasks.files.sources import Sources
 from lightning_tasks.runs.environment import Code, take_code, this_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 2.0  # seconds between looks at cells that other commands run
+_MOST_TEXT = 10_000  # of why one failed: a process waits where a pipe is full
 _IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
 
 
@@ -43,12 +46,12 @@ def worker_devices(jobs: int, count: int, visible: str | None = None, each: int 
 def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     """Run the cells that are not finished in `jobs` processes of one thread each; return (cell, reason) of failures.
 
-    Of cells that have several processes, fewer run at once, those with the most first; one where `jobs` are fewer.
-    A cell that ends its process, as one does for which memory is too small, fails alone. One that another command runs
-    is left to that, and waited for.
+    Each has a process of its own: no state of anybody's modules passes from one to the next, and one that ends its
+    process fails alone. Of cells that have several processes, fewer run at once, those with the most first; one where
+    `jobs` are fewer. One that another command runs is left to that, and waited for.
 
     Raises:
-        KeyboardInterrupt: as it came, with the workers ended; what they were at is not finished.
+        KeyboardInterrupt: as it came, with the processes ended; what they were at is not finished.
     """
     waiting = [cell for cell in cells if not cell.is_finished()]
     count, visible = _cuda_count() if waiting else 0, os.environ.get(VISIBLE)
@@ -56,12 +59,8 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     elsewhere: list[Cell] = []
     with tqdm(total=len(cells), initial=len(cells) - len(waiting), unit="cell", file=sys.stderr) as bar:
 
-        def end(cell: Cell, error: BaseException | None) -> None:
-            if isinstance(error, HeldError):
-                elsewhere.append(cell)
-                return
-            if error is not None:
-                text = failure(cell, error)
+        def end(cell: Cell, text: str | None) -> None:
+            if text is not None:
                 alike = next((other for other, known in failures if known == text), None)
                 failures.append((cell, text))
                 said = f"{text}; log: {cell.log}" if alike is None else f"as {alike.label}"
@@ -71,9 +70,9 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
 
         sizes = sorted({cell.processes for cell in waiting}, reverse=True)
         devices = {size: worker_devices(jobs, count, visible, size) for size in sizes}
-        pools = [([cell for cell in waiting if cell.processes == size], devices[size]) for size in sizes]
-        while pools or elsewhere:
-            if not pools:
+        batches = [([cell for cell in waiting if cell.processes == size], devices[size]) for size in sizes]
+        while batches or elsewhere:
+            if not batches:
                 bar.set_postfix_str(f"{elsewhere[0].label}: waiting for {owner_of(elsewhere[0].lease)}")
                 time.sleep(_LOOK)
                 for cell in [cell for cell in elsewhere if is_free(cell.lease)]:
@@ -81,56 +80,64 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
                     if cell.is_finished():
                         end(cell, None)
                     else:
-                        pools.append(([cell], devices[cell.processes][:1]))
+                        batches.append(([cell], devices[cell.processes][:1]))
                 continue
-            asked, given = pools.pop(0)
-            begun, others = _run_in_pool(asked, given, end)
-            if len(begun) == 1:
-                end(*begun.popitem())
-            pools += [([cell], given[:1]) for cell in begun]  # which of them ended its process is seen one by one
-            pools += [(others, given)] if others else []
+            for cell, outcome in _run_each(*batches.pop(0)):
+                if isinstance(outcome, HeldError):
+                    elsewhere.append(cell)
+                else:
+                    end(cell, outcome)
     return failures
 
 
-def _run_in_pool(
-    cells: Sequence[Cell], devices: Sequence[str | None], end: Callable[[Cell, BaseException | None], None]
-) -> tuple[dict[Cell, BaseException], list[Cell]]:
-    """Run `cells` in a process for each of the `devices`, and call `end` with each that returned or raised.
-
-    Returns:
-        where a process ended, which ends all: the cells that had begun (all that are left if none had), and the others.
-    """
-    context = start_context()
-    queue = context.SimpleQueue()
-    for device in devices:
-        queue.put(device)
-    others = set(multiprocessing.active_children())
-    before = {cell: _last_start(cell) for cell in cells}
-    lost: dict[Cell, BaseException] = {}
-    here = this_environment()
-    initial = _shared(len(devices)), queue, here.state
-    with ProcessPoolExecutor(len(devices), context, initializer=start_worker, initargs=initial) as pool:
-        try:
-            futures = {pool.submit(run_if_free, cell, cell.sources): cell for cell in cells}
-            for future in as_completed(futures):
-                if isinstance(error := future.exception(), BrokenProcessPool):
-                    lost[futures[future]] = error
-                else:
-                    end(futures[future], error)
-        except BrokenProcessPool as error:  # before all were submitted
-            lost = {cell: error for cell in cells}
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
-            raise
-    begun = {cell: error for cell, error in lost.items() if _last_start(cell) != before[cell]} or lost
-    return begun, [cell for cell in cells if cell in lost and cell not in begun]
+def _run_each(cells: Sequence[Cell], devices: Sequence[str | None]) -> Iterator[tuple[Cell, HeldError | str | None]]:
+    """Run each cell in a process, as many at once as there are devices; tell of each how it ended, None where well."""
+    context, free, left = start_context(), [*devices], deque(cells)
+    given = _shared(len(devices)), this_environment().state
+    running: dict[int, tuple[Cell, Any, Connection, str | None]] = {}
+    try:
+        while left or running:
+            while left and free:
+                cell, device = left.popleft(), free.pop(0)
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(target=_run_alone, args=(cell, cell.sources, there, device, *given))  # type: ignore[attr-defined]
+                process.start()
+                there.close()
+                running[process.sentinel] = cell, process, here, device
+            for sentinel in wait([*running]):
+                assert isinstance(sentinel, int)
+                cell, process, here, device = running.pop(sentinel)
+                free.append(device)
+                process.join()
+                with here:
+                    yield cell, _outcome(cell, here, process.exitcode)
+    finally:
+        for _, process, here, _ in running.values():
+            process.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
+            here.close()
 
 
-def _last_start(cell: Cell) -> int | None:
-    """Another number after each start of the cell, which makes its folder anew."""
-    return cell.folder.stat().st_ctime_ns if cell.folder.is_dir() else None
+def _outcome(cell: Cell, told: Connection, status: int) -> HeldError | str | None:
+    with contextlib.suppress(EOFError):
+        if told.poll():
+            return told.recv()  # type: ignore[no-any-return]
+    by = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+    return _with_log(cell, f"its process {by}")  # as one for which memory is too small
+
+
+def _run_alone(
+    cell: Cell, planned: Sources, tell: Connection, device: str | None, environment: Mapping[str, str], code: Code
+) -> None:
+    """Run a cell in this process, and tell how it ended."""
+    start_worker(environment, device, code)
+    outcome: HeldError | str | None = None
+    try:
+        run_if_free(cell, planned)
+    except HeldError as error:
+        outcome = error
+    except BaseException as error:
+        outcome = failure(cell, error)[:_MOST_TEXT]
+    tell.send(outcome)
 
 
 def _shared(jobs: int) -> dict[str, str]:
@@ -158,8 +165,8 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def start_worker(environment: Mapping[str, str], devices: Any, code: Code) -> None:
-    """Take over `environment`, `code` and the next of `devices`, before CUDA is initialized; end with the parent.
+def start_worker(environment: Mapping[str, str], device: str | None, code: Code) -> None:
+    """Take over `environment`, `code` and `device`, before CUDA is initialized; end with the parent.
 
     Interrupts are left to the parent.
     """
@@ -169,7 +176,7 @@ def start_worker(environment: Mapping[str, str], devices: Any, code: Code) -> No
     take_code(code)
     # Else data loaders too would start theirs from a server of their own, which outlives a worker that is killed.
     multiprocessing.set_start_method(None, force=True)
-    if (device := devices.get()) is not None:
+    if device is not None:
         os.environ[VISIBLE] = device
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -183,11 +190,12 @@ def _end_with_parent() -> None:
 
 def failure(cell: Cell, error: BaseException) -> str:
     """Why a cell failed, in one line; what only ends a process says why in the log."""
-    text = reason(error)
-    if isinstance(error, (SystemExit, BrokenProcessPool)):
-        printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
-        text = f"{last_error(printed) or 'nothing was printed'} ({text})"
-    return text
+    return _with_log(cell, reason(error)) if isinstance(error, SystemExit) else reason(error)
+
+
+def _with_log(cell: Cell, text: str) -> str:
+    printed = cell.log.read_text(encoding="utf-8", errors="replace") if cell.log.is_file() else ""
+    return f"{last_error(printed) or 'nothing was printed'} ({text})"
 
 
 def failures_by_reason(failures: Sequence[tuple[Cell, str]]) -> list[str]:

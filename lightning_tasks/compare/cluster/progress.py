@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -23,6 +23,7 @@ from lightning_tasks.errors import UsageError, reason
 from lightning_tasks.files.sources import Sources, changed_sources
 from lightning_tasks.files.weights import read_checkpoint
 from lightning_tasks.json_values import list_of, number_of, of_kind, text_of, texts_of
+from lightning_tasks.runs.environment import this_environment
 from lightning_tasks.runs.log import Rows, read_metrics
 from lightning_tasks.runs.loggers import loggers_named
 from lightning_tasks.runs.safe_files import read_result, refuse_foreign, written_whole
@@ -38,6 +39,7 @@ class Progress:
 
     Args:
         fingerprint, sources: of the cell, its settings, code and files.
+        ran_with: the code of attnswap and the versions of libraries.
         step: of the checkpoint.
         seconds: that it ran until then.
         rows: what it had logged.
@@ -46,10 +48,17 @@ class Progress:
 
     fingerprint: str
     sources: Sources
+    ran_with: dict[str, str]
     step: int
     seconds: float
     rows: Rows
     runs: list[str]
+
+
+def ran_with() -> dict[str, str]:
+    """The code of attnswap and the versions of libraries that run here."""
+    here = this_environment()
+    return {"code": here.code, **here.versions}
 
 
 def checkpoint_of(cell: Cell, step: int) -> Path:
@@ -60,21 +69,24 @@ def checkpoint_of(cell: Cell, step: int) -> Path:
 def read_progress(cell: Cell, sources: Sources) -> Progress | None:
     """Where a cell of these settings, code and files goes on; None where it starts at its beginning.
 
-    So it does where a file is damaged.
+    So it does where a file is damaged, or other code of attnswap or other libraries ran it before.
     """
     path = cell.folder / FILE
     try:
         refuse_foreign(path, Path(cell.output))
-        given = read_result(path, ("fingerprint", "sources", "step", "rows"))
+        given = read_result(path, ("fingerprint", "sources", "ran_with", "step", "rows"))
         found = Progress(
             text_of(given["fingerprint"]),
             texts_of(given["sources"]),
+            texts_of(given["ran_with"]),
             of_kind(given["step"], int),
             number_of(given["seconds"]),
             list_of(given["rows"], dict),
             given["runs"],
         )
         if found.fingerprint != cell.fingerprint or changed_sources(found.sources, sources):
+            return None
+        if found.ran_with != ran_with():
             return None
         refuse_foreign(checkpoint_of(cell, found.step), Path(cell.output))
         read_checkpoint(checkpoint_of(cell, found.step))
@@ -112,11 +124,12 @@ class KeepProgress(pl.Callback):
     """Saves a cell's state while it fits, each time that a twenty-fifth of its steps is done.
 
     A checkpoint is made when a step ends after which no validation follows, or an epoch. It is made when an epoch ends
-    alone, where a training metric is averaged over the epoch, which no checkpoint holds, or where the module has an
-    `on_train_batch_end`, which comes later. None is made where a batch only adds to gradients, where a schedule on a
-    plateau is still to see what was logged, or while something that no checkpoint holds is not as it was at the start
-    (:func:`.unsaved_state`); where that is so at an epoch's end, none any more. A checkpoint counts from the next step
-    on, when what its own step logged is in the log. Without it a cell runs the same, bit by bit.
+    alone, where a training metric is averaged over the epoch, which no checkpoint holds, where Lightning averages
+    weights, which a fit that resumes within an epoch does not, or where the module has an `on_train_batch_end`, which
+    comes later. None is made where a batch only adds to gradients, where a schedule on a plateau is still to see what
+    was logged, or while something that no checkpoint holds is not as it was at the start (:func:`.unsaved_state`);
+    where that is so at an epoch's end, none any more. A checkpoint counts from the next step on, when what its own step
+    logged is in the log. Without it a cell runs the same, bit by bit.
 
     Args:
         cell: whose.
@@ -187,6 +200,7 @@ class KeepProgress(pl.Callback):
         averages = any(result.meta.on_epoch for result in loop._results.values())
         later = is_overridden("on_train_batch_end", trainer.lightning_module)
         fetcher = trainer.fit_loop._data_fetcher
+        averages |= any(isinstance(each, StochasticWeightAveraging) for each in vars(trainer)["callbacks"])
         if ends or averages or later or fetcher is None or loop._should_check_val_fx(fetcher):
             return
         self.save(trainer, "step")
@@ -252,7 +266,12 @@ def _agreed(trainer: pl.Trainer, own: bool) -> bool:
 
 
 class _AtEnd(Checkpoint):
-    """Tells of the ends of steps and epochs, after all other callbacks, as Lightning orders those that save."""
+    """Tells of the ends of steps and epochs, after all other callbacks, as Lightning orders those that save.
+
+    To others it is a callback that has saved nothing.
+    """
+
+    best_model_path, last_model_path, best_model_score, monitor = "", "", None, None
 
     def __init__(self, progress: KeepProgress) -> None:
         self._progress = progress

@@ -51,29 +51,7 @@ def run_if_free(cell: Cell, planned: Sources) -> None:
     if cell.processes > 1:
         run_by_command(cell, planned)
     else:
-        with _switches_of_torch():
-            run_held(cell, planned)
-
-
-@contextlib.contextmanager
-def _switches_of_torch() -> Iterator[None]:
-    """Leave the switches of torch that a cell may set as the next cell of this process shall find them."""
-    import torch
-
-    cudnn, precision, dtype = torch.backends.cudnn, torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
-    strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    try:
-        yield
-    finally:
-        if (cudnn.benchmark, cudnn.deterministic) != (benchmark, deterministic):
-            cudnn.benchmark, cudnn.deterministic = benchmark, deterministic
-        torch.use_deterministic_algorithms(strict, warn_only=warns)
-        torch.set_default_dtype(dtype)
-        if torch.get_float32_matmul_precision() != precision:
-            torch.set_float32_matmul_precision(precision)
-        if "torch._dynamo" in sys.modules:  # else those after some cells would compile nothing
-            torch._dynamo.reset()
+        run_held(cell, planned)
 
 
 def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[], None] = lambda: None) -> None:
@@ -98,6 +76,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
         checkpoint_of,
         forget_or_note,
         forget_progress,
+        ran_with,
         read_progress,
     )
     from lightning_tasks.compare.images import FILE, ROBUSTNESS_FILE, RecordImages, robustness_values, write_images
@@ -115,7 +94,7 @@ def run_cell(cell: Cell, planned: Sources | None = None, may_write: Callable[[],
         os.environ[LEADER] = str(os.getpid())  # for those that Lightning starts
     here = socket.gethostname() + (f", {cell.processes} processes" if cell.processes > 1 else "")
     if (before := read_progress(cell, sources)) is None:
-        start = Progress(fingerprint, sources, 0, 0.0, [], [here])
+        start = Progress(fingerprint, sources, ran_with(), 0, 0.0, [], [here])
         if first:
             cell.clear()
     else:

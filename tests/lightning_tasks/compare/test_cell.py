@@ -76,6 +76,10 @@ class Held:
         lambda ids: [[ids], "labels"],
         lambda ids: BatchEncoding({"input_ids": ids}),
         Held,
+        lambda ids: ids[None].to_sparse(),
+        lambda ids: ids[None].to_sparse_csr(),
+        lambda ids: torch.complex(ids.float(), ids.float()).conj(),
+        lambda ids: torch.nested.nested_tensor([ids, ids[1:]], layout=torch.jagged),
     ],
 )
 def test_other_data_are_seen_in_batches_of_every_form(batch_of):

@@ -201,6 +201,13 @@ def test_a_typing_error_in_any_configuration_is_refused_before_the_first_runs(co
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("flag", ["fast_dev_run", "barebones"])
+def test_a_trial_that_logs_nothing_is_refused_by_name(flag, demo, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", str(demo), "--set", f"trainer.{flag}=true", "--output", str(tmp_path / "out")])
+    assert "trainer.fast_dev_run and trainer.barebones log nothing" in capsys.readouterr().err
+
+
 def test_cells_that_diverge_are_results_of_a_comparison(demo, tmp_path, capsys):
     guard = {"class_path": "lightning_tasks.callbacks.NonFiniteGuard"}
     broken = {"model.rate": math.nan}

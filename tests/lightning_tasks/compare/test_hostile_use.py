@@ -2,6 +2,7 @@
 
 import pytest
 import yaml
+from lightning.pytorch import Callback
 
 from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.plan import plan_cells
@@ -80,3 +81,31 @@ def test_a_recipe_that_keeps_checkpoints_can_be_compared(demo, tmp_path, alone):
     (cell,) = plan_cells([Variant("v", str(demo))], [0], tmp_path / "out", keep=True)
     run_cell(cell)
     assert [*cell.folder.rglob("*.ckpt")] == [cell.checkpoint]
+
+
+def test_a_recipe_with_a_progress_bar_can_be_compared_and_looks_for_the_best_checkpoint(demo, tmp_path):
+    content = yaml.safe_load(demo.read_text())
+    bar = {"class_path": "lightning.pytorch.callbacks.TQDMProgressBar"}
+    content["trainer"]["callbacks"] = [bar, {"class_path": f"{__name__}.LooksForTheBest"}]
+    demo.write_text(yaml.safe_dump(content))
+    (cell,) = plan_cells([Variant("v", str(demo))], [0], tmp_path / "out")
+    run_cell(cell)
+
+
+class LooksForTheBest(Callback):
+    def on_fit_end(self, trainer, pl_module):
+        best = trainer.checkpoint_callback
+        assert best is None or (best.best_model_path, best.last_model_path) == ("", "")
+
+
+@pytest.mark.parametrize("devices", ["auto", -1, None])
+def test_a_cell_of_one_process_takes_one_device_wherever_it_runs(demo, tmp_path, monkeypatch, devices):
+    """Of a machine with several, on which `attnswap cell` runs it by its plan."""
+    monkeypatch.setattr("lightning.pytorch.accelerators.CPUAccelerator.auto_device_count", lambda: 2)
+    content = yaml.safe_load(demo.read_text())
+    content["trainer"] |= {"accelerator": "auto"} | ({} if devices is None else {"devices": devices})
+    demo.write_text(yaml.safe_dump(content))
+    (cell,) = plan_cells([Variant("v", str(demo))], [0], tmp_path / "out")
+    run_cell(cell)
+    (config,) = cell.folder.rglob("config.yaml")
+    assert yaml.safe_load(config.read_text())["trainer"]["devices"] == 1

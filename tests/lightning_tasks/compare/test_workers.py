@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,12 +31,12 @@ def is_alive(pid):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the process under /proc")
 def test_a_killed_comparison_leaves_nobody_at_work():
     code = (
-        "import os, time\nfrom concurrent.futures import ProcessPoolExecutor\n"
-        "from lightning_tasks.compare.workers import start_context, start_worker\n"
-        "context = start_context()\ncontext.set_forkserver_preload([])\ndevices = context.SimpleQueue()\n"
-        "devices.put(None)\ninitial = {**os.environ}, devices, ('', False)\n"
-        "pool = ProcessPoolExecutor(1, context, start_worker, initial)\n"
-        "print(pool.submit(os.getpid).result(), flush=True)\npool.submit(time.sleep, 60).result()\n"
+        "import os, time\nfrom lightning_tasks.compare.workers import start_context\n"
+        "from tests.lightning_tasks.compare.test_workers import in_worker\n"
+        "context = start_context()\ncontext.set_forkserver_preload([])\n"
+        "given = {**os.environ}, None, ('', False), time.sleep, 60\n"
+        "worker = context.Process(target=in_worker, args=given)\nworker.start()\n"
+        "print(worker.pid, flush=True)\nworker.join()\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
@@ -64,29 +63,36 @@ def test_workers_take_the_devices_in_turn(jobs, count, visible, devices):
     assert worker_devices(jobs, count, visible) == devices
 
 
-def seen_by_a_worker(folder, together):
-    """When so many are at work, each in a process of its own."""
-    (folder / str(os.getpid())).touch()
-    deadline = time.monotonic() + 60
-    while len(list(folder.iterdir())) < together and time.monotonic() < deadline:
-        time.sleep(0.01)
+def in_worker(environment, device, code, function, *arguments):
+    start_worker(environment, device, code)
+    function(*arguments)
+
+
+def look_around(told):
     ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     code = this_environment().code
-    return os.environ.get(VISIBLE), ignored, multiprocessing.get_start_method(allow_none=True), code
+    told.send((os.environ.get(VISIBLE), ignored, multiprocessing.get_start_method(allow_none=True), code))
 
 
-def test_a_worker_sees_its_own_device_alone(monkeypatch, tmp_path):
+def test_a_worker_sees_its_own_device_alone(monkeypatch):
     monkeypatch.setenv(VISIBLE, "4,7,9")
     context = start_context()
-    devices = context.SimpleQueue()
-    for device in worker_devices(2, 3, os.environ[VISIBLE]):
-        devices.put(device)
-    initial = {**os.environ}, devices, ("0123", True, "4567")
-    code = "0123 with changes 4567"  # of the parent, whatever the checkout has by now
-    with ProcessPoolExecutor(2, context, initializer=start_worker, initargs=initial) as pool:
-        seen = set(pool.map(seen_by_a_worker, [tmp_path] * 2, [2] * 2))
-    assert seen == {("4", True, None, code), ("7", True, None, code)}
+    here, there = context.Pipe()
+    given = {**os.environ}, worker_devices(2, 3, os.environ[VISIBLE])[1], ("0123", True, "4567"), look_around, there
+    context.Process(target=in_worker, args=given).start()
+    # The code is the parent's, whatever the checkout has by now.
+    assert here.recv() == ("7", True, None, "0123 with changes 4567")
     assert os.environ[VISIBLE] == "4,7,9"
+
+
+def test_nothing_passes_from_one_cell_to_the_next(cells):
+    """Neither switches of torch nor what anybody's modules hold, whatever number of processes there is."""
+    seen = []
+    for cell in cells:
+        given = {"class_path": "tests.lightning_tasks.demo.WriteState", "init_args": {"folder": str(cell.folder)}}
+        seen.append(replace(cell, overrides=(f"--trainer.callbacks+={json.dumps(given)}",)))
+    assert run_cells(seen, 1) == []
+    assert [(cell.folder / "state.txt").read_text() for cell in seen] == ["1 torch.float32"] * len(seen)
 
 
 def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
@@ -102,13 +108,13 @@ def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills its own process")
 @pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, capfd):
-    """As one that runs out of memory is killed; a pool of processes ends with any of its own."""
+    """As one that runs out of memory is killed."""
     kill = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": 9, "step": 1}}
     slow, fast, watched = cells
     killed = replace(fast, overrides=(f"--trainer.callbacks+={json.dumps(kill)}",))
     ((cell, text),) = run_cells([killed, slow, watched], jobs)
     assert cell == killed
-    assert "BrokenProcessPool" in text
+    assert "its process was ended by SIGKILL" in text
     assert slow.is_finished()
     assert watched.is_finished()
     assert capfd.readouterr().err.count("failed: ") == 1

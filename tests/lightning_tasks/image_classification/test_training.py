@@ -30,6 +30,14 @@ def test_norms_biases_and_positions_have_no_weight_decay(layer_decay):
         assert value == (0.0 if plain else 0.3), name
 
 
+def test_a_parameter_of_the_task_itself_is_trained_too():
+    module = built(optimizer=DECAY, layer_decay=0.5)
+    module.temperature = torch.nn.Parameter(torch.ones(()))
+    module.frozen = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    *_, own = module.configure_optimizers()["optimizer"].param_groups
+    assert (own["params"], own["lr"]) == ([module.temperature], 0.1)
+
+
 def test_layer_decay_scales_the_rate_of_every_layer():
     module = built(optimizer=DECAY, layer_decay=0.5)
     names = {id(parameter): name for name, parameter in module.model.named_parameters()}

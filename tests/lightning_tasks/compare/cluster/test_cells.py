@@ -4,14 +4,11 @@ import json
 import os
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from lightning_tasks.__main__ import main
 from lightning_tasks.compare.cell import RESULT
-from lightning_tasks.compare.cluster import run as run_module
 from lightning_tasks.compare.cluster.plan_file import PLAN
 from lightning_tasks.runs.log import RESULTS
 
@@ -146,15 +143,3 @@ def test_a_run_that_diverges_says_so_by_its_status(demo, tmp_path, capsys):
     assert run(command) == 3
     assert "nan seed 0: diverged: " in capsys.readouterr().out
     assert os.listdir(tmp_path / "out" / "leases" / "cells" / "nan") == []
-
-
-def test_switches_of_torch_are_those_of_one_cell(monkeypatch):
-    def sets(cell, planned):
-        torch.set_default_dtype(torch.float64)
-        torch.set_float32_matmul_precision("medium")
-
-    monkeypatch.setattr(run_module, "run_held", sets)
-    monkeypatch.setattr(run_module, "is_free", lambda lease: True)
-    run_module.run_if_free(SimpleNamespace(lease=None, processes=1), {})
-    assert torch.get_default_dtype() == torch.float32
-    assert torch.get_float32_matmul_precision() == "highest"

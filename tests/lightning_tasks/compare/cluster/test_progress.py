@@ -15,6 +15,7 @@ from lightning_tasks.compare.cluster.run import run_cell
 from lightning_tasks.compare.pairing import RecordPairing
 from lightning_tasks.compare.plan import plan_cells
 from lightning_tasks.recipes.variants import Variant
+from lightning_tasks.runs.environment import this_environment
 from tests.reliability import kill_trials
 
 OF_RUNS = ("environment", "seconds", "runs", "log")
@@ -104,6 +105,10 @@ def test_it_ends_as_one_that_was_not_killed(kind, tmp_path, at_once):
 
 OWN = "tests.lightning_tasks.compare.cluster.own_module"
 LIGHTNING = "lightning.pytorch.callbacks"
+OF_LIGHTNING = {
+    f"{LIGHTNING}.LearningRateFinder": {"attr_name": "rate", "num_training_steps": 3},
+    f"{LIGHTNING}.StochasticWeightAveraging": {"swa_lrs": 0.05, "swa_epoch_start": 1, "annealing_epochs": 2},
+}
 # module, its kind, who draws in the data, workers, a callback; and from which step a cell goes on that ends in its 5th,
 # and in its 8th, where an epoch has 6
 ROWS = {
@@ -123,6 +128,7 @@ ROWS = {
     "plateau by epochs": (("OwnModule", "plateau by epochs", "", 0, None), 4, 7),
     "a callback": (("OwnModule", "plain", "", 0, f"{OWN}.Counts"), 0, 0),
     "a finder": (("OwnModule", "plain", "", 0, f"{LIGHTNING}.LearningRateFinder"), 0, 0),
+    "averaged weights": (("OwnModule", "plain", "", 0, f"{LIGHTNING}.StochasticWeightAveraging"), 0, 6),
 }
 
 
@@ -132,8 +138,7 @@ def own_cell(tmp_path):
         path = tmp_path / "own.yaml"
         trainer = {"accelerator": "cpu", "max_epochs": 3, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
         if callback is not None:
-            further = {"attr_name": "rate", "num_training_steps": 3} if callback.startswith(LIGHTNING) else {}
-            trainer["callbacks"] = [{"class_path": callback, "init_args": further}]
+            trainer["callbacks"] = [{"class_path": callback, "init_args": OF_LIGHTNING.get(callback, {})}]
         settings = {
             "model": {"class_path": f"{OWN}.{module}", "init_args": {"kind": kind}},
             "data": {"class_path": f"{OWN}.OwnData", "init_args": {"by": by, "workers": workers}},
@@ -187,6 +192,9 @@ SPOILT = {
     ),
     "other settings": lambda cell: (cell.folder / FILE).write_text(
         (cell.folder / FILE).read_text().replace(cell.fingerprint, "0" * 64)
+    ),
+    "other code of attnswap": lambda cell: (cell.folder / FILE).write_text(
+        (cell.folder / FILE).read_text().replace(this_environment().code, "0123456789")
     ),
     "other code": lambda cell: (cell.folder / FILE).write_text(
         (cell.folder / FILE).read_text().replace(next(iter(cell.sources.values())), "0" * 64)

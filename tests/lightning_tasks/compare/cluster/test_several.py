@@ -88,7 +88,7 @@ def test_a_process_that_fails_last_leaves_no_result(demo, tmp_path):
 
 
 def test_processes_with_different_settings_do_not_begin(tmp_path):
-    start = Progress("mine", {}, 0, 0.0, [], [])
+    start = Progress("mine", {}, {}, 0, 0.0, [], [])
     strategy = SimpleNamespace(broadcast=lambda own: ("theirs", 0))
     with pytest.raises(RuntimeError, match="different settings, of a file that was edited"):
         KeepProgress(None, start, None).on_train_start(SimpleNamespace(world_size=2, strategy=strategy), None)
