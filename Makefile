@@ -1,7 +1,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# Bytecode is made of what is imported, and not of all that is installed.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 
 # One thread each: two test processes with two torch threads each are slower than with one. Bytecode is written, whatever
 # the machine says: else each process that a test starts compiles all of attnswap.
@@ -15,18 +16,17 @@ PYTEST_ARGS := -n 2 --dist worksteal
 quickstart: $(VENV)/.installed
 	$(BIN)/attnswap fit --config quickstart/language_modeling
 
-# `make test FAST=1`, while working: style, and the tests that are cheap. CI runs everything.
+# Style, types, imports, and the tests in brief, as CI (tests/costs.py says which). `make test EVERY=1`: all, before
+# a release. `make test FAST=1`: style, and the tests that are cheap, while working.
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m docs.pages check
-ifdef FAST
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) --fast
-else
+ifndef FAST
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache --no-logo
-	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS)
 endif
+	$(TEST_ENV) $(BIN)/python -m pytest $(PYTEST_ARGS) $(if $(EVERY),,$(if $(FAST),--fast,--brief))
 
 # The tables, numbers, summaries and figures of docs/results, of the raw files beside them; and what differs from these.
 pages: $(VENV)/.installed-test
@@ -71,9 +71,10 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PIP) --editable '.[train]'
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: setup.cfg pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[test]'
-	touch $@
+	touch $(VENV)/.installed $@
 
 $(VENV)/.installed-mmseg: $(VENV)/.installed-test
 	$(PIP) --editable '.[mmseg]'

@@ -17,25 +17,29 @@ os.environ["WANDB_SILENT"] = "true"
 import pytest
 import torch
 
-from tests.costs import CostWriter, leave_out_costly
+from tests.costs import CostWriter, in_brief, leave_out, without_costly
 
 OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
 OF_A_SEED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out the tests that tests/costly.txt lists")
-    parser.addoption("--write-costly", action="store_true", help="update tests/costly.txt with what is run")
+    parser.addoption("--brief", action="store_true", help="a few cases of costly tests, and none of the dearest")
+    parser.addoption("--fast", action="store_true", help="leave out the tests that tests/costs.txt lists")
+    parser.addoption("--write-costs", action="store_true", help="update tests/costs.txt with what is run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--write-costly"):
+    if config.getoption("--write-costs"):
         config.pluginmanager.register(CostWriter())
 
 
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--fast"):
-        leave_out_costly(config, items)
+        leave_out(config, items, without_costly(items))
+    elif config.getoption("--brief"):
+        leave_out(config, items, in_brief(items))
 
 
 def pytest_collection_finish() -> None:
