@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import MetricCollection
 
 from lightning_tasks.base import BaseTask, Buildable
 from lightning_tasks.models.causal_lm import (
     build_causal_lm,
+    bypassed,
     check_window,
     has_plain_head,
     log_probabilities,
@@ -106,7 +108,7 @@ class LanguageModelingTask(BaseTask):
         measures = MetricCollection({"loss": WeightedMean(), "perplexity": PerplexityFromLoss()})
         self.val_metrics = measures.clone(prefix="val/")
         self.test_metrics = measures.clone(prefix="test/")
-        self._has_plain_head = False
+        self._has_plain_head = self._says_why_whole = False
 
     def build_model(self) -> nn.Module:
         """The language model; where the vocabulary was left open, it is the data module's.
@@ -182,9 +184,20 @@ class LanguageModelingTask(BaseTask):
     def _tokens_at_once(self) -> int | None:
         """How many tokens' logits exist together; None (all) where a model's logits are more than its head's output.
 
-        All too where FSDP2 shards the model: it gathers weights for the forward pass of the whole.
+        All too where hooks or a compilation of the model or its head would be passed by, and where FSDP2 shards the
+        model: it gathers weights for the forward pass of the whole.
         """
-        return self.hparams["chunk_size"] if self._has_plain_head and self._device_mesh is None else None
+        if not self._has_plain_head or self._device_mesh is not None or self.hparams["chunk_size"] is None:
+            return None
+        if not (passed_by := bypassed(self.model)):
+            return int(self.hparams["chunk_size"])
+        if not self._says_why_whole:
+            self._says_why_whole = True
+            rank_zero_warn(
+                f"LanguageModelingTask: chunk_size={self.hparams['chunk_size']} is left out, and all logits of a batch "
+                f"are made at once: {passed_by} would not act in chunks"
+            )
+        return None
 
     def _loss(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the losses and number of the tokens that count."""

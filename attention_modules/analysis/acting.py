@@ -13,7 +13,7 @@ from attention_modules.analysis.chunks import ChunkedLogits, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
 from attention_modules.analysis.statistics import STATISTICS, Statistic, row_values, sink_shares, sums_over_rows
 from attention_modules.kernels import without_autocast
-from attention_modules.mechanisms.shared.acting import ELEMENTS, ActingMap, FactorMap
+from attention_modules.mechanisms.shared.acting import ELEMENTS, ActingMap, FactorMap, middles
 
 
 def acting_sums(
@@ -23,6 +23,7 @@ def acting_sums(
     is_causal: bool = False,
     statistics: Sequence[Statistic] = STATISTICS,
     sink_rows: int | None = None,
+    every_row: bool = False,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     """What :func:`.attention_row_sums` and :func:`.sink_shares` give, of the map that mixes the values.
 
@@ -32,7 +33,7 @@ def acting_sums(
 
     Softmax of other queries and keys costs what they do; any other map is made once, some rows or columns at a time. Of
     a mechanism that is known as a linear function alone, or as a difference of two maps, as many rows are looked at as
-    values or queries are wide, evenly from the first to the last, where there are at least 8 times as many.
+    values or queries are wide, the middle ones of parts of equal size, where there are at least 8 times as many.
 
     Args:
         acting: the map, of :func:`.acting_map`.
@@ -40,6 +41,7 @@ def acting_sums(
         is_causal: likewise.
         statistics: which.
         sink_rows: how many rows are looked at for a sink, at most; 0 for all, None for no sink.
+        every_row: look at all rows of any map, whatever it costs.
 
     Returns:
         By name, the sum over rows and their number, ``[B, H]`` each; and the share that each key takes, ``[B, H, M]``.
@@ -53,7 +55,8 @@ def acting_sums(
     with without_autocast(acting.device):
         if isinstance(acting, FactorMap):
             return _of_factors(acting, statistics, sink_rows)
-        return _of_blocks(acting, attn_mask, is_causal, statistics, sink_rows)
+        rows = None if every_row else acting.some_rows()
+        return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows)
 
 
 def _of_factors(
@@ -96,13 +99,14 @@ def _log_sum_exp(of: FactorMap) -> Tensor:
 
 def _of_blocks(
     acting: ActingMap,
+    chosen: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
     statistics: Sequence[Statistic],
     sink_rows: int | None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     batch, heads, number, columns = acting.shape
-    device, chosen = acting.device, acting.some_rows()
+    device = acting.device
     number = number if chosen is None else len(chosen)
     total, logs, squares, largest = torch.zeros(4, batch, heads, number, device=device)
     kept = _kept_rows((batch, heads, number, columns), sink_rows, device)
@@ -144,7 +148,7 @@ def _kept_rows(shape: tuple[int, int, int, int], wanted: int | None, device: tor
     batch, heads, number, columns = shape
     few = max(16, 16 * ELEMENTS // max(1, batch * heads * columns))
     most = min(number, few if not wanted else min(few, wanted))
-    return torch.linspace(0, number - 1, most, device=device).round().long()
+    return middles(number, most, device)
 
 
 def _seen(shape: tuple[int, ...], attn_mask: Tensor | None, is_causal: bool, device: torch.device) -> Tensor:

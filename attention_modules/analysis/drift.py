@@ -259,7 +259,7 @@ def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> 
 
     def record(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: Any) -> None:
-            outputs.setdefault(name, output_of(output)[0])
+            outputs.setdefault(name, output_of(output)[0].clone())  # the model may change it in place
 
         return hook
 
@@ -282,7 +282,8 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
         def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
             try:
-                sums, _ = acting_sums(acting_map(mechanism, *args, **kwargs), statistics=["entropy"], **given)
+                acting = acting_map(mechanism, *args, **kwargs)
+                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, **given)
             except NoMapError:
                 return
             into.add(*sums["entropy"])

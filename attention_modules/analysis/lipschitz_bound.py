@@ -170,7 +170,12 @@ def _not_covered(layer: AttentionLayer) -> str | None:
         shared = "its query heads share key and value heads" if layer.host.groups(module) > 1 else None
         return shared or (None if layer.host.out else "its output projection is not declared (out=)")
     if layer.host.name == _HUGGING_FACE:
-        return None if layer.host.groups(module) == 1 else "its query heads share key and value heads"
+        if layer.host.groups(module) != 1:
+            return "its query heads share key and value heads"
+        named = [{"c_attn", "c_proj"}, {"q_proj", "v_proj", "o_proj"}, {"query", "value"}]
+        if not any(names <= module._modules.keys() for names in named):
+            return f"the weights of {type(layer.module).__name__} are not read; give them to lipschitz_bound"
+        return None
     if layer.host.name not in _PACKED:
         known = ", ".join((*_PACKED, MultiheadAttentionHost.name, _HUGGING_FACE))
         return (

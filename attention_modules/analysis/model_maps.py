@@ -122,7 +122,7 @@ def attention_maps(
         if len(several := _stacks(model, list(maps))) > 1:
             shown = ", ".join(map(repr, several.values()))
             raise ValueError(f"a rollout is of one network, and these layers are of {len(several)}, e.g. {shown}")
-        rolled = attention_rollout([each for of in maps.values() for each in of.values()])
+        rolled = attention_rollout([each for of in collected.found.values() for each in of.values()])  # as called
         return rolled if wanted is None else rolled[:, _places(wanted, rolled.shape[1], "the rollout")]
     return {name + suffix: each for name, of in maps.items() for suffix, each in of.items()}
 

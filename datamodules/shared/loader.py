@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -97,9 +98,23 @@ class ResumableLoader(DataLoader):
         if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
             self._refuse_other_batches(resume)
             self._skip = resume["batches"]
+        self._warn_of_same_epoch()
         for place, batch in enumerate(super().__iter__(), start=self._skip + 1):
             self._given = self._order.epoch, place
             yield batch
+
+    def _warn_of_same_epoch(self) -> None:
+        """Lightning tells the sampler each epoch; a loop of one's own must do so."""
+        order, number = self._order, len(self)
+        again = self._given == (order.epoch, number) or self._skip >= number > 0
+        if again and isinstance(order, EpochShuffle) and not order.told:
+            warnings.warn(
+                f"ResumableLoader: epoch {order.epoch} was given whole, and nobody has told the sampler of another: "
+                "its order and draws come once more; call loader.sampler.set_epoch(epoch) before each pass",
+                stacklevel=3,
+            )
+        if isinstance(order, EpochShuffle):
+            order.told = False
 
     @property
     def _index_sampler(self) -> Any:

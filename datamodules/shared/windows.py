@@ -115,10 +115,12 @@ class EpochShuffle(RandomSampler):
         super().__init__(samples)  # type: ignore[arg-type]
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
         self.epoch = 0
+        self.told = False
+        """Whether `set_epoch` was called since the last pass began."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Selects the order of `epoch`; Lightning calls this."""
-        self.epoch = epoch
+        """Selects the order of `epoch`; Lightning calls this, and a loop of one's own must."""
+        self.epoch, self.told = epoch, True
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)

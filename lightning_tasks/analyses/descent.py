@@ -70,7 +70,7 @@ def regularization_path(
     Each is sought from the one before by steps along the sphere whose length decays from 0.3 R by a tenth per step: the
     branch that starts at the best of a small sphere, no search over all of the sphere.
     """
-    v = unit((problem.labels.unsqueeze(-1) * problem.x.mean(1)).sum(0)) if joint else problem.v
+    v = unit((problem.labels.unsqueeze(-1) * problem.x.mean(1)).sum(0)) if joint else problem.v.detach()
     start = torch.zeros_like(problem.v).requires_grad_()
     p = -unit(torch.autograd.grad(_loss(problem, start, v, loss, "difference"), start)[0])
     path_p, path_v = [], []

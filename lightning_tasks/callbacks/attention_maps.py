@@ -20,7 +20,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_no_map
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings, warn_without_validation
-from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
+from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, has_patches_first, patch_grid
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
 
@@ -155,10 +155,10 @@ class AttentionMapLogger(MechanismObserver):
             if index in self._maps:
                 names = ["mean of heads"] if self.heads is None else [f"head {head}" for head in self.heads]
                 title = f"step {step}, {layer.name}: the map of {type(layer.mechanism).__name__}"
-                figure = self._figure(self._maps[index], self._places[index], names, title)
+                figure = self._figure(self._maps[index], self._places[index], names, title, layer.name)
                 save_figure(trainer, figure, f"attention_maps/{layer_label(layer)}", a_file_per_step=True)
         if rolled is not None:
-            figure = self._figure(*rolled, ["rollout"], f"step {step}, rollout")
+            figure = self._figure(*rolled, ["rollout"], f"step {step}, rollout", "rollout")
             save_figure(trainer, figure, "attention_maps/rollout", a_file_per_step=True)
 
     def _open(self, pl_module: pl.LightningModule, batch: Any) -> None:
@@ -167,9 +167,11 @@ class AttentionMapLogger(MechanismObserver):
         if given is not None and given.ndim == 4 and given.is_floating_point():
             self._images = given[: self.num_samples].detach().float().cpu()
             self._batch_size = len(given)
+        chosen = self._chosen(pl_module)
+        self._patches_first = {layer.name for layer in chosen if has_patches_first(pl_module, layer.name)}
+        self._patches_first |= {"rollout"} if self._patches_first else set()
         self._hook(
-            (self._mechanism(layer), partial(self._observe, index, layer.name))
-            for index, layer in enumerate(self._chosen(pl_module))
+            (self._mechanism(layer), partial(self._observe, index, layer.name)) for index, layer in enumerate(chosen)
         )
 
     def _forget(self) -> None:
@@ -220,8 +222,7 @@ class AttentionMapLogger(MechanismObserver):
     def _rows(self, tokens: int, name: str) -> list[int]:
         """The queries to draw of so many, empty for the mean of all."""
         if self.queries is None:
-            over_image = self._images is not None and patch_grid(tokens, *self._images.shape[-2:]) is not None
-            return [] if over_image else list(range(min(tokens, self.max_tokens)))
+            return [] if self._grid(tokens, name) is not None else list(range(min(tokens, self.max_tokens)))
         for query in self.queries:
             if not -tokens <= query < tokens:
                 raise ValueError(f"AttentionMapLogger: queries {self.queries} on {name!r}, which has {tokens} tokens")
@@ -232,15 +233,20 @@ class AttentionMapLogger(MechanismObserver):
 
     def _rolled(self) -> tuple[Tensor, list[int]]:
         try:
-            rolled = attention_rollout([self._whole[index] for index in sorted(self._whole)])
+            rolled = attention_rollout([*self._whole.values()])  # as called
         except ValueError as error:
             raise ValueError(f"AttentionMapLogger: {error}; choose layers of one kind, or rollout: false") from error
         rows = self._rows(rolled.shape[1], "rollout")
         return (rolled[:, rows] if rows else rolled.mean(1, keepdim=True)).unsqueeze(1), rows
 
-    def _figure(self, maps: Tensor, places: list[int], columns: list[str], title: str) -> Any:
-        """The figure of maps ``[S, heads, rows, keys]``."""
-        grid = None if self._images is None else patch_grid(maps.shape[-1], *self._images.shape[-2:])
+    def _grid(self, tokens: int, name: str) -> tuple[int, int, int] | None:
+        if self._images is None or name in self._patches_first:
+            return None
+        return patch_grid(tokens, *self._images.shape[-2:])
+
+    def _figure(self, maps: Tensor, places: list[int], columns: list[str], title: str, name: str) -> Any:
+        """The figure of maps ``[S, heads, rows, keys]`` of a layer, or of the rollout."""
+        grid = self._grid(maps.shape[-1], name)
         if self._images is None or grid is None:
             return draw_token_maps(maps[..., : self.max_tokens], places or [0], columns, title)
         prefix, height, width = grid

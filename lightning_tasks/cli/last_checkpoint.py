@@ -77,8 +77,13 @@ def checkpoint_of_job(section: Any, recipe: str) -> Path | None:
         recipe: the name of the recipe.
     """
     job = os.environ.get(THIS_JOB)
-    found = _checkpoints(section.trainer, recipe)[1] if job else []
-    return next((path for path in found if _content(path).get(JOB) == job and _fault(path, True) is None), None)
+    for path in _checkpoints(section.trainer, recipe)[1] if job else ():
+        content = _content(path)
+        if not content:
+            rank_zero_warn(f"this job looks for its own checkpoint, and leaves out {path}, which cannot be read")
+        elif content.get(JOB) == job and _fault(path, resumes=True) is None:
+            return path
+    return None
 
 
 def _checkpoints(trainer: Any, recipe: str) -> tuple[dict[tuple[Path, str], None], list[Path]]:

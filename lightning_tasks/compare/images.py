@@ -16,10 +16,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_tasks.compare.pairing import update_digest
 from lightning_tasks.compare.statistics import percentile_interval, resampled_sums
 from lightning_tasks.compare.summary import ImageInterval, SummaryRow
 from lightning_tasks.errors import UsageError
+from lightning_tasks.files.digests import update_digest
 from lightning_tasks.runs.robustness import CORRUPTIONS, right_from_text
 from lightning_tasks.runs.run import read_robustness
 from lightning_tasks.runs.safe_files import MOST_TABLE_BYTES, refuse_foreign, written_whole

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from attention_modules.hosts.trained import plain_parameters
+from lightning_tasks.files.digests import update_digest
 
 
 class RecordPairing(Callback):
@@ -66,20 +67,3 @@ def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     elif is_dataclass(batch):
         for field in fields(batch):
             yield from _tensors(getattr(batch, field.name))
-
-
-def update_digest(digest: Any, tensor: torch.Tensor) -> None:
-    """Add shape and content of a tensor to a digest."""
-    if tensor.is_nested:
-        for part in tensor.unbind():
-            update_digest(digest, part)
-        return
-    if tensor.layout != torch.strided:
-        digest.update(str(tuple(tensor.shape)).encode())
-        entries = tensor.detach().to_sparse_coo().coalesce()
-        update_digest(digest, entries.indices())
-        update_digest(digest, entries.values())
-        return
-    content = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    digest.update(str(tuple(content.shape)).encode())
-    digest.update(content.flatten().view(torch.uint8).numpy())

@@ -27,6 +27,7 @@ from lightning_tasks.runs.environment import Code, take_code, this_environment
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 2.0  # seconds between looks at cells that other commands run
+_END = 10.0  # seconds that a process has to end, once it has told how its cell did
 _MOST_TEXT = 10_000  # of why one failed: a process waits where a pipe is full
 _IMPORTED_ONCE = ["lightning_tasks.cli.fit", "lightning_tasks.callbacks", "timm"]
 
@@ -54,6 +55,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
         KeyboardInterrupt: as it came, with the processes ended; what they were at is not finished.
     """
     waiting = [cell for cell in cells if not cell.is_finished()]
+    planned = {cell: cell.sources for cell in waiting}  # as they are now: a file may be edited while others run
     count, visible = _cuda_count() if waiting else 0, os.environ.get(VISIBLE)
     failures: list[tuple[Cell, str]] = []
     elsewhere: list[Cell] = []
@@ -82,7 +84,7 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
                     else:
                         batches.append(([cell], devices[cell.processes][:1]))
                 continue
-            for cell, outcome in _run_each(*batches.pop(0)):
+            for cell, outcome in _run_each(*batches.pop(0), planned):
                 if isinstance(outcome, HeldError):
                     elsewhere.append(cell)
                 else:
@@ -90,39 +92,57 @@ def run_cells(cells: Sequence[Cell], jobs: int) -> list[tuple[Cell, str]]:
     return failures
 
 
-def _run_each(cells: Sequence[Cell], devices: Sequence[str | None]) -> Iterator[tuple[Cell, HeldError | str | None]]:
+def _run_each(
+    cells: Sequence[Cell], devices: Sequence[str | None], planned: Mapping[Cell, Sources]
+) -> Iterator[tuple[Cell, HeldError | str | None]]:
     """Run each cell in a process, as many at once as there are devices; tell of each how it ended, None where well."""
     context, free, left = start_context(), [*devices], deque(cells)
     given = _shared(len(devices)), this_environment().state
-    running: dict[int, tuple[Cell, Any, Connection, str | None]] = {}
+    running: dict[Cell, tuple[Any, Connection, str | None]] = {}
     try:
         while left or running:
             while left and free:
                 cell, device = left.popleft(), free.pop(0)
                 here, there = context.Pipe(duplex=False)
-                process = context.Process(target=_run_alone, args=(cell, cell.sources, there, device, *given))  # type: ignore[attr-defined]
+                process = context.Process(target=_run_alone, args=(cell, planned[cell], there, device, *given))  # type: ignore[attr-defined]
                 process.start()
                 there.close()
-                running[process.sentinel] = cell, process, here, device
-            for sentinel in wait([*running]):
-                assert isinstance(sentinel, int)
-                cell, process, here, device = running.pop(sentinel)
-                free.append(device)
-                process.join()
-                with here:
-                    yield cell, _outcome(cell, here, process.exitcode)
+                running[cell] = process, here, device
+            ready = wait([each for process, here, _ in running.values() for each in (process.sentinel, here)])
+            for cell, (process, here, device) in [*running.items()]:
+                if process.sentinel in ready or here in ready:
+                    outcome = _outcome(cell, process, here)
+                    del running[cell]
+                    free.append(device)
+                    yield cell, outcome
     finally:
-        for _, process, here, _ in running.values():
+        for process, here, _ in running.values():
             process.kill()  # Lightning would take a gentler signal for the end of the fit, and test the model
             here.close()
 
 
-def _outcome(cell: Cell, told: Connection, status: int) -> HeldError | str | None:
-    with contextlib.suppress(EOFError):
+def _outcome(cell: Cell, process: Any, told: Connection) -> HeldError | str | None:
+    """What a process told, once it has ended; one that a thread keeps alive is ended."""
+    found: list[HeldError | str | None] = []
+    with told, contextlib.suppress(EOFError):
         if told.poll():
-            return told.recv()  # type: ignore[no-any-return]
-    by = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+            found.append(told.recv())
+    process.join(_END)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if found:
+        return found[0]
+    status = process.exitcode
+    by = f"was ended by {_signal(-status)}" if status < 0 else f"ended with {status}"
     return _with_log(cell, f"its process {by}")  # as one for which memory is too small
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one without a name
+        return f"signal {number}"
 
 
 def _run_alone(

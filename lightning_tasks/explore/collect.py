@@ -56,6 +56,10 @@ def collect(
         raise UsageError(f"{len(models)} models were given, and a page shows 1 to {MOST_MODELS}: leave some out")
     seen = [_seen(shown, layers) for shown in models]
     samples = samples or seen[0][0]["samples"]
+    if {layer["samples"] for found in seen for layer in found} == {seen[0][0]["samples"]} != {samples}:
+        raise UsageError(
+            f"{seen[0][0]['samples']} inputs were given, and {samples} images, tokens or names: give one for each"
+        )
     for shown, found in zip(models, seen, strict=True):
         for layer in found:
             if layer["samples"] != samples:
@@ -87,7 +91,7 @@ def _seen(shown: Shown, layers: Layers | None) -> list[dict[str, Any]]:
     def take(layer: AttentionLayer, _: int, mechanism: Any, args: tuple[Tensor, ...], given: dict[str, Any]) -> None:
         acting = acting_map(mechanism, *args, **given)
         mask = {"attn_mask": given.get("attn_mask"), "is_causal": given.get("is_causal", False)}
-        sums, shares = acting_sums(acting, **mask, statistics=["entropy"], sink_rows=0)
+        sums, shares = acting_sums(acting, **mask, statistics=["entropy"], sink_rows=0, every_row=True)
         total, rows = sums["entropy"]
         statistics = {"entropy": total / rows, "sink": None if shares is None else shares.amax(-1), "logit": None}
         samples, heads, queries, keys = acting.shape

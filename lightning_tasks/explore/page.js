@@ -65,7 +65,6 @@
 
   async function load(panel, input) {
     panel.loaded[input] ||= unpacked(panel.model, await inflated($(`maps-${panel.index}-${input}`).textContent));
-    panel.maps = panel.loaded[input];
   }
 
   // The map of a layer and head in a panel, with the heads whose mean it is; null where there is none.
@@ -549,7 +548,10 @@
   // ---- the page
   async function show(input) {
     state.input = input;
-    await Promise.all(panels.filter((panel) => !panel.pair).map((panel) => load(panel, input)));
+    const shown = panels.filter((panel) => !panel.pair);
+    await Promise.all(shown.map((panel) => load(panel, input)));
+    if (state.input !== input) return; // another one was chosen meanwhile
+    for (const panel of shown) panel.maps = panel.loaded[input];
     [...$("inputs").children].forEach((node, at) => node.setAttribute("aria-checked", at === input));
     buildTable();
     choose(state.layer, state.head);

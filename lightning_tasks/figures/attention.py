@@ -7,13 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from lightning_tasks.figures.names import plain_names
 
 _TITLE_LETTERS = 13  # an inch
 _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
+_CLASSES_LAST = ("MaskTransformer", "SegmenterMaskTransformerHead")  # our Segmenter's and that of mmsegmentation
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | None:
@@ -27,6 +28,13 @@ def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | N
         if rows * columns == tokens - prefix and rows * width == columns * height and height % rows == 0:
             return prefix, rows, columns
     return None
+
+
+def has_patches_first(model: nn.Module, layer: str) -> bool:
+    """Whether a layer is one of a mask transformer, where class tokens stand behind the patches: no grid fits it."""
+    parts = layer.split(".")
+    around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
+    return any(kind.__name__ in _CLASSES_LAST for each in around for kind in type(each).__mro__)
 
 
 @plain_names()

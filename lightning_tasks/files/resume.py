@@ -125,6 +125,8 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
                 count["ready"] = count["completed"]
         return
     for count in (epochs["total"], epochs["current"]):
+        if count["completed"] == count["started"]:  # saved when the fit was over
+            count["completed"] -= 1
         if count["processed"] > count["completed"]:
             count["processed"] -= 1
 

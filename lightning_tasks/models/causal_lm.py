@@ -14,6 +14,7 @@ from torch.nn import functional
 import lightning_tasks.models as own_models
 from attention_modules.extras import needed_for
 from attention_modules.hosts.base import PLAN
+from attention_modules.hosts.sdpa.rehearsed import rehearsed
 from attention_modules.mechanism import Mechanism
 from attention_modules.pretrained import load_pretrained
 from lightning_tasks.errors import reason
@@ -124,7 +125,11 @@ def position_limit(model: Any) -> int | None:
         return None
     own = getattr(model, "num_tokens", None)
     limit = getattr(config, "max_position_embeddings", None) if own is None else own
-    return limit if isinstance(limit, int) and limit > 0 else None
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    tables = (part for name, part in model.named_modules() if name.rpartition(".")[2] == "position_embeddings")
+    padding = next((part.padding_idx for part in tables if isinstance(part, nn.Embedding)), None)
+    return limit if padding is None else limit - padding - 1  # those of RoBERTa count from behind the padding's
 
 
 def check_window(model: Any, num_tokens: int) -> None:
@@ -167,12 +172,12 @@ def _logits(model: nn.Module, inputs: Tensor) -> Tensor:
     return output if isinstance(output, Tensor) else output.logits
 
 
-@torch.no_grad()
 def has_plain_head(model: nn.Module) -> bool:
     """Whether the logits are ``head(hidden(tokens))`` and nothing else: some models cap, scale or transform them.
 
-    Found by trying, with a head that answers with known values; then the loss can be computed in chunks. Modes,
-    weights and the random state stay as they were.
+    Found by trying in training, with a head that answers with known values: the head is given what `hidden` makes, of
+    the same Parameters, and its answer is returned as it is, without a Parameter. Then the loss can be computed in
+    chunks. The model stays as it was.
     """
     head = _head(model)
     if head is None or head.weight.is_meta:
@@ -186,18 +191,43 @@ def has_plain_head(model: nn.Module) -> bool:
         seen.append(args[0])
         return answer
 
-    training = {name for name, module in model.named_modules() if module.training}
-    handle = head.register_forward_hook(record)
-    model.eval()
-    try:
+    with rehearsed(model) as parts, torch.enable_grad():
+        for part in parts:
+            vars(part)["training"] = True
+        head.register_forward_hook(record)
+        torch.manual_seed(0)
         logits = _logits(model, tokens)
+        torch.manual_seed(0)
         hidden = _hidden(model, tokens)
-    finally:
-        handle.remove()
-        for name, module in model.named_modules():
-            module.training = name in training
-    plain = len(seen) == 1 and seen[0].shape == hidden.shape and torch.allclose(seen[0], hidden, rtol=1e-3, atol=1e-5)
-    return plain and torch.equal(logits, answer)
+    if len(seen) != 1 or seen[0].shape != hidden.shape or not torch.equal(logits, answer) or logits.requires_grad:
+        return False
+    return torch.allclose(seen[0], hidden, rtol=1e-3, atol=1e-5) and _leaves(seen[0]) == _leaves(hidden)
+
+
+def _leaves(made: Tensor) -> set[int]:
+    """The tensors with gradients of which it is made, by their identity."""
+    seen, found, waiting = set[Any](), set[int](), [made.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found |= {id(node.variable)} if hasattr(node, "variable") else set()
+            waiting += [before for before, _ in node.next_functions]
+    return found
+
+
+def bypassed(model: nn.Module) -> str:
+    """What a loss in chunks passes by, as it calls neither the model's forward nor its head's; "" where nothing."""
+    whole = getattr(model, "_orig_mod", model)
+    for name, module in (("model", whole), ("head", _head(whole))):
+        held = (
+            getattr(module, f"_{kind}_hooks", {}) for kind in ("forward", "forward_pre", "backward", "backward_pre")
+        )
+        if any(not getattr(hook, "only_watches", False) for hooks in held for hook in hooks.values()):
+            return f"hooks of the {name}"
+        if getattr(module, "_compiled_call_impl", None) is not None or whole is not model:
+            return f"the compilation of the {name}"
+    return ""
 
 
 def loss_sum(model: nn.Module, inputs: Tensor, targets: Tensor, chunk_size: int | None) -> Tensor:

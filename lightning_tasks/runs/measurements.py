@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 from attention_modules import __version__
+from lightning_tasks.files.digests import update_digest
 from lightning_tasks.files.sources import sources_of
 from lightning_tasks.json_values import number_of, of_kind, text_of
 from lightning_tasks.runs.safe_files import refuse_foreign
@@ -171,14 +172,24 @@ def fingerprint(module: torch.nn.Module, settings: Any, *data: Tensor) -> str:
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """Texts of numbers and digests of tensors, nested as the public attributes are that hold nothing else."""
     public = ((name, value) for name, value in sorted(vars(module).items()) if name[0] != "_")
-    plain = {name: value for name, value in public if all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value))}
-    return tree_map(_text, plain)  # type: ignore[no-any-return]
+    return tree_map(_text, {name: value for name, value in public if _is_plain(value)})  # type: ignore[no-any-return]
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        return all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value))
+    except RecursionError:  # of a list that holds itself
+        return False
 
 
 def _text(leaf: Any) -> str:
     if isinstance(leaf, (Tensor, np.ndarray, np.generic)):
-        leaf = torch.as_tensor(leaf).detach().cpu().contiguous()
-        return hashlib.sha256(leaf.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(repr((leaf.dtype, tuple(leaf.shape))).encode())
+        if isinstance(leaf, Tensor):
+            update_digest(digest, leaf)
+        else:
+            digest.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
+        return digest.hexdigest()
     return hex(leaf) if isinstance(leaf, int) else repr(leaf)
 
 

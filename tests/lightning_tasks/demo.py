@@ -1,6 +1,7 @@
 """A module that trains in milliseconds and logs, for tests of the command."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -116,6 +117,13 @@ class WriteDevice(Callback):
 
     def on_train_start(self, trainer, pl_module):
         (self.folder / "device.txt").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+
+
+class LeaveThread(Callback):
+    """Leaves a thread that runs for a long time."""
+
+    def on_fit_end(self, trainer, pl_module):
+        threading.Thread(target=time.sleep, args=(600,)).start()
 
 
 class WriteState(Callback):

@@ -12,7 +12,7 @@ from torchmetrics.text import Perplexity
 from attention_modules import AttentionMechanism, RPCAttention, swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.models.causal_lm import log_probabilities
+from lightning_tasks.models.causal_lm import log_probabilities, position_limit
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 from tests.rows import each_row
@@ -207,6 +207,50 @@ def test_hugging_face_model_that_caps_its_logits_is_not_taken_apart(tmp_path):
     torch.testing.assert_close(module._loss(inputs, targets)[0], expected)
 
 
+class Later(nn.Module):
+    """A language model of one's own, in which something acts that does nothing at first."""
+
+    def __init__(self, vocab_size: int, kind: str = "") -> None:
+        super().__init__()
+        self.kind, self.embedding, self.head = kind, nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+        self.scale, self.shift, self.drop = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(8)), nn.Dropout(0.5)
+
+    def hidden(self, tokens):
+        return self.embedding(tokens)
+
+    def forward(self, tokens):
+        hidden = self.hidden(tokens)
+        hidden = {"shift": hidden + self.shift, "dropout": self.drop(hidden)}.get(self.kind, hidden)
+        logits = self.head(hidden)
+        return logits * self.scale if self.kind == "scale" else logits
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("", True), ("scale", False), ("shift", False), ("dropout", False)])
+def test_what_acts_beside_the_head_later_keeps_logits_whole(kind, chunks):
+    module = built(model=functools.partial(Later, kind=kind))
+    assert module._tokens_at_once == (256 if chunks else None)
+    assert module.model.training
+
+
+@pytest.mark.parametrize("of", ["model", "head"])
+def test_hooks_and_compilation_act_in_a_loss_of_chunks_too(of):
+    module, (inputs, targets) = built(model=Later), windows(2, 0)
+    part = module.model.head if of == "head" else module.model
+    plain = module._loss(inputs, targets)[0]
+    handle = part.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.warns(UserWarning, match=f"chunk_size=256 is left out, .*: hooks of the {of} would not act in chunks"):
+        hooked = module._loss(inputs, targets)[0]
+    logits = module.model(inputs).flatten(0, 1)
+    torch.testing.assert_close(hooked, functional.cross_entropy(logits, targets.flatten(), reduction="sum"))
+    handle.remove()
+    assert module._tokens_at_once == 256
+    torch.testing.assert_close(module._loss(inputs, targets)[0], plain)
+    nn.utils.parametrizations.weight_norm(module.model.head)  # computes the weight itself
+    assert module._tokens_at_once == 256
+    part.compile(backend="eager")
+    assert module._tokens_at_once is None
+
+
 def test_pretrained_model_with_too_few_token_ids(tmp_path):
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(**GPT2, vocab_size=11)
@@ -323,6 +367,24 @@ def test_a_pretrained_model_that_cannot_be_reached_names_the_cure(monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(ValueError, match=r"'nobody/gpt' .*\(OSError: no network for nobody/gpt\).*folder of a saved"):
         built(model="nobody/gpt")
+
+
+def test_positions_of_roberta_begin_behind_that_of_padding():
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": 30,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    config = transformers.AutoConfig.for_model("roberta", **sizes, max_position_embeddings=34, pad_token_id=1)
+    model = transformers.AutoModel.from_config(config)
+    assert position_limit(model) == 32
+    model(torch.full((1, 32), 5))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.full((1, 33), 5))
+    assert position_limit(transformers.AutoModel.from_config(transformers.BertConfig(**sizes))) == 512
 
 
 def test_rope_takes_windows_of_any_length(tmp_path):

@@ -84,18 +84,15 @@ def _run(
     """The orders that one forward on trial shows; ``end`` is raised at the first layer."""
     found: dict[nn.Module, Order | None] = {}
     given: dict[nn.Module, list[Tensor]] = {}
-    with (
-        contextlib.suppress(Exception),  # whatever a stranger's forward raises where it is given too little
-        rehearsed(module) as parts,
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    with rehearsed(module) as parts:
         for part in parts:
             if part in blocks:
                 part.register_forward_pre_hook(_arriving(part, blocks[part], given, found, end), with_kwargs=True)
             if part in blocks.values():
                 part.register_forward_pre_hook(_entering(part, given), with_kwargs=True)
-        module(*copied(args), **copied(kwargs))
+        # Whatever a stranger's forward raises where it is given too little.
+        with contextlib.suppress(Exception), torch.inference_mode(False), torch.enable_grad():
+            module(*copied(args), **copied(kwargs))
     return found
 
 

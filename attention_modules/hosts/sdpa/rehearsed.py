@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+_SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 
 
 @contextmanager
@@ -19,21 +24,20 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Inside, all modules that a model reaches have no hooks, are in evaluation mode, and change nothing that stays.
 
     It is the model itself that runs, as its parts may refer to each other in any way: by a list, a method, a closure.
-    Its Parameters stay the same; buffers, tensors, lists and dicts are copies meanwhile. Of objects of other kinds
-    none is made.
+    Its Parameters stay the same; buffers, tensors, lists and dicts are copies meanwhile, of modules that it does not
+    register the small ones. Of objects of other kinds none is made.
 
     Yields:
         the modules.
     """
     own: dict[int, Any] = {}
     with torch.random.fork_rng(devices=_devices(model)), torch.compiler.set_stance("force_eager"), ExitStack() as back:
-        parts = [*_reached(model)]
+        parts, inside = [*_reached(model)], {id(part) for part in model.modules()}
         for part in parts:
-            back.callback(_set_back, part, dict(vars(part)))
-            vars(part).update({name: _own(value, own) for name, value in vars(part).items()})
-            vars(part).update(
-                {name: OrderedDict() for name in vars(part) if name.endswith("_hooks") or "_hooks_" in name}
-            )
+            back.callback(_set_back, part, type(part), dict(vars(part)))
+            most = math.inf if id(part) in inside else _SMALL
+            vars(part).update({name: _own(value, own, most) for name, value in vars(part).items()})
+            vars(part).update({name: OrderedDict() for name in _HOOKS})
             vars(part)["training"] = False
         yield parts
 
@@ -42,7 +46,9 @@ def _devices(model: nn.Module) -> list[int]:
     return sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
 
 
-def _set_back(part: nn.Module, attributes: dict[str, Any]) -> None:
+def _set_back(part: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
+    if type(part) is not kind:  # one that becomes another class in its first forward
+        part.__class__ = kind  # type: ignore[assignment]
     vars(part).clear()
     vars(part).update(attributes)
 
@@ -60,6 +66,8 @@ def _reached(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _held(value: Any) -> Iterable[Any]:
+    if type(value) in ProxyTypes:  # of a module that is held elsewhere
+        return ()
     if isinstance(value, nn.Module):
         return vars(value).values()
     if isinstance(value, dict):
@@ -71,8 +79,11 @@ def _held(value: Any) -> Iterable[Any]:
     return (*value.args, *value.keywords.values()) if isinstance(value, functools.partial) else ()
 
 
-def _own(value: Any, known: dict[int, Any]) -> Any:
-    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same."""
+def _own(value: Any, known: dict[int, Any], most: float) -> Any:
+    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same.
+
+    So do tensors of more than so many numbers.
+    """
     if id(value) in known:
         return known[id(value)]
     own = value
@@ -80,7 +91,7 @@ def _own(value: Any, known: dict[int, Any]) -> Any:
         own = known[id(value)] = copy.copy(value)
         if isinstance(own, (dict, list)):
             for key, part in own.items() if isinstance(own, dict) else enumerate(own):
-                own[key] = _own(part, known)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+                own[key] = _own(part, known, most)
+    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:
         own = known[id(value)] = value.clone()
     return own

@@ -339,11 +339,14 @@ class LinearMap(ActingMap):
 
 
 def _as_many_as_wide(given: Tensor) -> Tensor | None:
-    """As many rows as it is wide, evenly from the first to the last, where there are at least 8 times as many."""
+    """As many rows as it is wide, where there are at least 8 times as many."""
     number, width = given.shape[2:]
-    if number < 8 * width:
-        return None
-    return torch.linspace(0, number - 1, width, device=given.device).round().long()
+    return None if number < 8 * width else middles(number, width, given.device)
+
+
+def middles(number: int, most: int, device: torch.device) -> Tensor:
+    """The middles of so many parts of equal size of a number of rows: none stands for more of them than others do."""
+    return ((torch.arange(most, device=device) + 0.5) * number / most).long()
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
+from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, as_it_is, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
@@ -146,7 +146,7 @@ class DriftMonitor(Callback):
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._seen is None:
-                self._seen = args, kwargs, output
+                self._seen = as_it_is((args, kwargs, output))  # a step may change its output in place
 
         self._seeing.enter_context(eager())
         network = pl_module.get_submodule(self.teacher.name)

@@ -266,8 +266,9 @@ class Heal(DriftMonitor):
             self._lessons.append((teacher.show(args, kwargs), None))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not self._in_backward and self._lessons:
-                self._lessons[-1] = self._lessons[-1][0], output
+            if stage.match not in OF_LAYERS and not self._in_backward and self._lessons:
+                # Of its own, as a step may change it in place.
+                self._lessons[-1] = self._lessons[-1][0], output_of(output)[0].clone()
 
         def compare(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             share = _share(*self._lessons[0][0].compare(name, output))
@@ -315,7 +316,7 @@ class Heal(DriftMonitor):
             return loss + 0.0 * own if sharded else loss
         losses = []
         for lesson, output in self._lessons:
-            given, wanted = (output_of(part)[0] for part in (output, lesson.output))
+            given, wanted = output, output_of(lesson.output)[0]
             if stage.match == "logits":
                 given, wanted = (counted(classes_last(part), lesson.valid) for part in (given, wanted))
                 losses.append(kl_divergence(given, wanted, stage.temperature).mean() * stage.temperature**2)

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.base import AttentionMechanism
@@ -114,13 +115,14 @@ class Teacher:
 
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                inputs.setdefault(name, (args, dict(kwargs)))
+                if name not in inputs:
+                    inputs[name] = as_it_is((args, dict(kwargs)))
 
             return hook
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: Any) -> None:
-                outputs.setdefault(name, output_of(output)[0])
+                outputs.setdefault(name, output_of(output)[0].clone())  # the network may change it in place
 
             return hook
 
@@ -133,6 +135,16 @@ class Teacher:
                     add(hook_map(layer, partial(maps.setdefault, name)))
             output = self.network(*args, **kwargs)
         return Lesson(inputs, outputs, output, counting(self.network, args, kwargs), maps)
+
+
+def as_it_is(values: Any) -> Any:
+    """Nested tensors that nobody changes in place any more; of the same ones the same."""
+    own: dict[Any, Tensor] = {}
+
+    def kept(tensor: Tensor) -> Tensor:
+        return own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor.clone())
+
+    return tree_map_only(Tensor, kept, values)
 
 
 class Lesson:

@@ -38,6 +38,8 @@ class OwnHook:
     A function would be shared with the copy (a teacher that is made in a training step), which would be watched too.
     """
 
+    only_watches = True
+
     def __init__(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         self._module, self._hook = ref(module), hook
 

@@ -30,8 +30,8 @@ class PredictionTable(BasePredictionWriter):
     and ``sample``, its name (the file, say) where the data set's ``images.name(index)`` tells it. A mask of classes
     ``[H, W]`` in a row becomes a PNG file of these numbers, ``predictions/INDEX_NAME.png``, in 8 bits where they fit
     and in 16 elsewhere, and the table has its path. Where nothing is logged the table goes into the trainer's
-    ``default_root_dir``, under a name that is still free. With several processes each sample is there once, and each
-    needs to see the same folder. The table is there whole or not at all.
+    ``default_root_dir``, under a name that is still free; so does a second one in a run's folder. With several
+    processes each sample is there once, and each needs to see the same folder. The table is there whole or not at all.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -44,6 +44,7 @@ class PredictionTable(BasePredictionWriter):
         self._path: Path | None = None
         self._count = 0
         self._dataset: Any = None
+        self._written: set[Path] = set()
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a second one."""
@@ -64,7 +65,9 @@ class PredictionTable(BasePredictionWriter):
             return
         self._dataset = getattr(loaders[0], "dataset", None)
         path = Path(run_folder(trainer) or trainer.default_root_dir) / TABLE  # of rank zero, which the others are told
-        self._path = Path(trainer.strategy.broadcast(str(path if trainer.loggers else _free(path))))
+        again = path in self._written or not trainer.loggers
+        self._path = Path(trainer.strategy.broadcast(str(_free(path) if again else path)))
+        self._written.add(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         _part(self._path, trainer.global_rank).unlink(missing_ok=True)
 

@@ -43,8 +43,10 @@ class RunSummary(Callback):
         self.after: float | None = None
 
     def setup(self, trainer, pl_module, stage) -> None:
-        """Refuse a second one."""
+        """Refuse a second one, and forget an earlier fit."""
         check_alone(trainer, RunSummary)
+        if stage == "fit":
+            self.before = self.after = None
 
     def on_validation_end(self, trainer, pl_module) -> None:
         """Keep the first value as "before" and the newest as "after"."""

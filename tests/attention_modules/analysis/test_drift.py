@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import nn
 
-from attention_modules import AttentionSwapError, available_mechanisms, swap_attention
+from attention_modules import AttentionSwapError, SelfAttention, available_mechanisms, swap_attention
 from attention_modules.analysis import swap_drift
 from attention_modules.analysis.agreement import AgreementSums, counting, kl_divergence, output_of, relative_error
 from attention_modules.mechanism import mechanism_class
@@ -50,6 +50,27 @@ def test_every_mechanism_is_measured_and_the_model_stays_as_it_was(vit, images):
     assert all(torch.equal(tensor, state[name]) for name, tensor in vit.state_dict().items())
     assert vit.training
     assert not hasattr(vit.blocks[0].attn, "mechanism")
+
+
+def test_outputs_that_the_model_changes_in_place_are_compared_as_they_were():
+    class Block(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.attn, self.in_place = SelfAttention(16, 2), in_place
+
+        def forward(self, x):
+            out = self.attn(x)
+            if self.in_place:
+                out += 10 * x
+                return out
+            return out + 10 * x
+
+    found = []
+    for in_place in (False, True):
+        torch.manual_seed(0)
+        (row,) = swap_drift(Block(in_place), "uniform", torch.randn(2, 5, 16)).layers
+        found.append((row.output.relative_error, row.output.cosine))
+    assert found[0] == pytest.approx(found[1])
 
 
 def test_softmax_is_no_drift_and_what_starts_as_it_is_little(vit, images):

@@ -121,6 +121,26 @@ class Twice(nn.Module):
         return self.inner(self.inner(x))
 
 
+def test_a_rollout_multiplies_in_the_order_of_calls():
+    class Backwards(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(attnswap.SelfAttention(16, 2) for _ in range(3))
+            for parameter in self.parameters():
+                nn.init.normal_(parameter, std=0.5)
+
+        def forward(self, x):
+            for block in reversed(self.blocks):
+                x = x + block(x)
+            return x
+
+    model, x = Backwards(), torch.randn(2, TOKENS, 16)
+    maps = [found.mean(1) for found in attention_maps(model, x).values()]
+    rolled = attention_maps(model, x, rollout=True)
+    torch.testing.assert_close(rolled, attnswap.analysis.attention_rollout(maps[::-1]))
+    assert not torch.allclose(rolled, attnswap.analysis.attention_rollout(maps), atol=1e-3)
+
+
 def test_a_rollout_of_a_layer_that_is_called_twice_is_refused():
     with pytest.raises(ValueError, match=r"'inner.layers.0.self_attn' is called several times"):
         attention_maps(Twice(), torch.randn(2, TOKENS, 16), rollout=True)

@@ -472,6 +472,12 @@ def test_few_rows_come_from_a_gradient(name, mode):
         torch.testing.assert_close(acting.dense(rows), whole[:, :, rows])
         sums, sink = acting_sums(acting, is_causal=True, sink_rows=0)
         chosen = acting.some_rows()
+        assert chosen.tolist() == [5, 15, 25, 35, 45, 55, 65, 75], "no row stands for more of them than others"
+        every, _ = acting_sums(acting, is_causal=True, statistics=["entropy"], every_row=True)
+        share = whole.abs() / whole.abs().sum(-1, keepdim=True)
+        entropy = -torch.special.xlogy(share, share).sum(-1)
+        torch.testing.assert_close(every["entropy"][0].double(), entropy.sum(-1), rtol=1e-4, atol=1e-4)
+        assert (every["entropy"][1] == 80).all()
         share = whole[:, :, chosen].abs()
         share = share / share.sum(-1, keepdim=True)
         assert len(chosen) == 8

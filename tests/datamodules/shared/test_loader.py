@@ -1,6 +1,7 @@
 """A loader that goes on within an epoch, and what it refuses."""
 
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -41,6 +42,25 @@ class Told(list):
 
     def set_epoch(self, epoch):
         pass
+
+
+def test_a_loop_that_tells_no_epoch_hears_that_one_is_given_again():
+    """As with torch's `DistributedSampler`; Lightning tells it."""
+    loader = ResumableLoader(DATA, batch_size=4, shuffle=True)
+    first = batches(loader)
+    with pytest.warns(UserWarning, match=r"epoch 0 was given whole, .* call loader\.sampler\.set_epoch\(epoch\)"):
+        assert batches(loader) == first
+    resumed = ResumableLoader(DATA, batch_size=4, shuffle=True)
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.warns(UserWarning, match="was given whole"):
+        assert batches(resumed) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader.sampler.set_epoch(0)
+        assert batches(loader) == first
+        loader.sampler.set_epoch(1)
+        assert batches(loader) != first
+        assert batches(ResumableLoader(DATA)) == batches(ResumableLoader(DATA))
 
 
 def batches(loader):

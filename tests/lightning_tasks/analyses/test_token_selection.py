@@ -27,6 +27,7 @@ def test_descent_and_regularization_path_reach_the_max_margin_direction(name):
     target = find_target(problem, path, joint)
     assert target.locally_optimal
     best = regularization_path(problem, [1.0, 10.0, 100.0], joint=joint)
+    assert not problem.v.requires_grad, "the problem stays as it was"
     torch.testing.assert_close(best.p.norm(dim=-1), torch.tensor([1.0, 10, 100]).double())
     for found in (measure(problem, path, target), measure(problem, best, target)):
         assert found["correlation_p"][-1] > 0.99

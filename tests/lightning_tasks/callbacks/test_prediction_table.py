@@ -63,6 +63,15 @@ def test_the_command_writes_them_without_a_logger_too(tmp_path, monkeypatch, cap
         assert len(read(tmp_path / name)) == 360
 
 
+def test_a_second_prediction_in_a_run_s_folder_keeps_the_first(tmp_path):
+    run = trainer(tmp_path, callbacks=[PredictionTable()], logger=CSVLogger(tmp_path, name="run"))
+    module = task()
+    for count in (10, 20):
+        run.predict(module, DataLoader(TensorDataset(torch.rand(count, 1, 8, 8), torch.zeros(count).long()), 5))
+    tables = {path.name: len(read(path)) for path in (tmp_path / "run" / "version_0").glob("predictions*.csv")}
+    assert tables == {"predictions.csv": 10, "predictions_1.csv": 20}
+
+
 def test_a_loader_that_stands_alone_in_a_list_names_its_samples(tmp_path):
     data = DigitsDataModule(batch_size=100)
     trainer(tmp_path, callbacks=[PredictionTable()]).predict(task(), data)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -121,6 +122,13 @@ def test_the_files_that_wandb_keeps_for_itself_are_not_listed(log):
     (inner / "requirements.txt").write_text("x")
     (log.parent / "wandb" / "debug.log").write_text("x")
     assert f"files in {log.parent}: metrics.csv, run.png, wandb/\n" in RunSummary().text(nn.Identity(), log.parent)
+
+
+def test_a_second_fit_forgets_the_first():
+    summary = RunSummary()
+    summary.before, summary.after = 2.0, 1.0
+    summary.setup(pl.Trainer(callbacks=[summary], logger=False, enable_checkpointing=False), None, "fit")
+    assert (summary.before, summary.after) == (None, None)
 
 
 def test_without_a_log_the_summary_still_speaks():

@@ -106,18 +106,40 @@ def test_cells_are_told_how_many_devices_there_are(cells, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills its own process")
-@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, capfd):
+@pytest.mark.parametrize(("jobs", "number", "name"), [(1, 35, "signal 35"), (2, 9, "SIGKILL")])
+def test_a_cell_that_ends_its_process_fails_alone(cells, jobs, number, name, capfd):
     """As one that runs out of memory is killed."""
-    kill = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": 9, "step": 1}}
+    kill = {"class_path": "tests.lightning_tasks.demo.Signal", "init_args": {"number": number, "step": 1}}
     slow, fast, watched = cells
     killed = replace(fast, overrides=(f"--trainer.callbacks+={json.dumps(kill)}",))
     ((cell, text),) = run_cells([killed, slow, watched], jobs)
     assert cell == killed
-    assert "its process was ended by SIGKILL" in text
+    assert f"its process was ended by {name}" in text
     assert slow.is_finished()
     assert watched.is_finished()
     assert capfd.readouterr().err.count("failed: ") == 1
+
+
+def test_code_that_is_edited_while_others_run_ends_those_that_come_later(cells, tmp_path):
+    """One process runs all: the first edits a file that the second names."""
+    file = tmp_path / "named.yaml"
+    file.write_text("limit_val_batches: 1\n")
+    edit = {"class_path": "tests.lightning_tasks.demo.EditFile", "init_args": {"path": str(file)}}
+    first = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(edit)}",))
+    second = replace(cells[1], overrides=(f"--trainer={file}",))
+    ((cell, text),) = run_cells([first, second], 1)
+    assert cell == second
+    assert f"{file} changed while the comparison ran; the same command goes on with it" in text
+
+
+def test_a_thread_that_a_cell_leaves_keeps_no_other_waiting(cells, monkeypatch):
+    monkeypatch.setattr("lightning_tasks.compare.workers._END", 0.5)
+    leaves = {"class_path": "tests.lightning_tasks.demo.LeaveThread"}
+    left = replace(cells[0], overrides=(f"--trainer.callbacks+={json.dumps(leaves)}",))
+    before = time.monotonic()
+    assert run_cells([left, cells[1]], 1) == []
+    assert left.is_finished()
+    assert time.monotonic() - before < 500
 
 
 def test_what_only_ends_a_process_says_why_in_the_log(demo, tmp_path):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import LocAteR, SaveOnStop, WarnOfMissedValidation
+from lightning_tasks.callbacks import ExactResume, LocAteR, SaveOnStop, WarnOfMissedValidation
 from tests.lightning_tasks.demo import DemoModule, Signal
 
 MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
@@ -92,6 +92,15 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, text, stop):
     (kept,) = (tmp_path / "default").glob("*.ckpt")
     assert torch.load(kept, weights_only=True)["global_step"] == stop
     more, _ = fit(tmp_path / "more", text, ckpt_path=kept)
+    assert all(torch.equal(more[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("stop", [4, 14])
+def test_so_does_one_that_was_saved_when_its_fit_was_over(tmp_path, text, stop):
+    whole, _ = fit(tmp_path / "whole", text, ExactResume())
+    _, trainer = fit(tmp_path / "first", text, ExactResume(), max_steps=stop)
+    trainer.save_checkpoint(tmp_path / "saved.ckpt")
+    more, _ = fit(tmp_path / "more", text, ExactResume(), ckpt_path=tmp_path / "saved.ckpt")
     assert all(torch.equal(more[name], whole[name]) for name in whole)
 
 

@@ -1,5 +1,6 @@
 """A trial runs the model itself, however its parts refer to each other, and changes nothing of it."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules import swap_attention
+from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts.sdpa.record import own_record, recorded
 from attention_modules.hosts.sdpa.rehearsed import rehearsed
 
@@ -77,6 +78,60 @@ def test_a_module_that_only_an_attribute_holds_is_rehearsed_too() -> None:
     assert all(part.training for part in hidden.modules())
     assert hidden[1].num_batches_tracked == 0
     assert not hasattr(hidden[1], "other")
+
+
+def test_attributes_of_any_name_and_kind_stay_what_they_are_in_a_trial() -> None:
+    class Odd(nn.Module):
+        """Flips its tokens by a flag, and becomes another class in its first forward."""
+
+        def __init__(self, flips: bool, other: nn.Module | None = None) -> None:
+            super().__init__()
+            self.attn, self.use_hooks, self.num_hooks = Layer(), flips, 2
+            self.__dict__["whole"] = None if other is None else weakref.proxy(other)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.__class__ = Ready
+            self.ready = True
+            x = x.flip(1) if self.use_hooks and range(self.num_hooks) else x
+            return self.attn(x if self.whole is None else self.whole(x))
+
+    class Ready(Odd):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.ready
+            return self.attn(x.flip(1) if self.use_hooks else x)
+
+    class Flip(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flip(1)
+
+    class Blocks(nn.Module):
+        def __init__(self, second: nn.Module, flip: nn.Module) -> None:
+            super().__init__()
+            self.blocks, self.flip = nn.ModuleList([Odd(False), second]), flip
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    flip = Flip()
+    for second in (Odd(True), Odd(False, flip)):
+        model = Blocks(second, flip)
+        with pytest.raises(AttentionSwapError, match="tokens"):
+            swap_attention(model, "value_residual", example=torch.randn(4, 6, 16))
+        assert type(second) is Odd
+    model = Blocks(Odd(False), flip)
+    swap_attention(model, "value_residual", example=torch.randn(4, 6, 16))
+    assert model(torch.randn(4, 6, 16)).shape == (4, 6, 16)
+
+
+def test_a_large_table_elsewhere_is_not_copied() -> None:
+    layer, root = Layer(), nn.Module()
+    layer.__dict__["root"] = (root,)
+    root.table, root.count = torch.zeros(1 << 21), torch.zeros(3)
+    with rehearsed(layer):
+        assert root.table is (table := root.table)
+        root.count += 1
+    assert root.table is table
+    assert root.count.sum() == 0
 
 
 def test_after_an_error_everything_is_as_before() -> None:

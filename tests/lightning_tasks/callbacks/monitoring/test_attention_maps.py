@@ -7,14 +7,18 @@ import torch
 from attnswap.datamodules import DigitsDataModule
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from torch import nn
 from torch.utils.data import DataLoader
 
+import attnswap
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
-from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, patch_grid
+from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, has_patches_first, patch_grid
+from lightning_tasks.models.segmenter import MaskTransformer
 from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
+from tests.lightning_tasks.explore.pages import data_of
 from tests.lightning_tasks.language_data import trainer
 from tests.rows import each_row
 
@@ -157,6 +161,28 @@ def test_rollout_is_that_of_the_layers_maps(drawn, tmp_path, monkeypatch):
     expected = first_layer_map(TinyLM(), next(iter(batches(1)))[0]).mean(1)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(drawn[2][0][:, 0], attention_rollout([first, second]))
+
+
+def test_class_tokens_behind_the_patches_make_no_grid():
+    """As in the decoder of a Segmenter: a grid would be shifted by the number of classes."""
+    model = nn.ModuleDict({"decode": MaskTransformer(8, 3, 8, 1, 2), "encode": nn.ModuleDict({"attn": nn.Identity()})})
+    assert has_patches_first(model, "decode.blocks.0.attn")
+    assert not has_patches_first(model, "encode.attn")
+    page = attnswap.explore(Decoded(), torch.rand(1, 3, 16, 16))
+    assert data_of(page.html)["grids"] == {"16": [0, 4, 4]}
+
+
+class Decoded(nn.Module):
+    """16 patches through a layer, then through a decoder of 3 classes."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attn = nn.Conv2d(3, 8, 4, 4), attnswap.SelfAttention(8, 2)
+        self.decode = MaskTransformer(8, 3, 8, 1, 2)
+
+    def forward(self, x):
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        return self.decode(self.attn(tokens).unflatten(1, (4, 4)))
 
 
 @pytest.mark.parametrize(
