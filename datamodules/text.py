@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .shared.base import DataModule, check_at_least
@@ -25,7 +24,7 @@ from .shared.tokenizers import (
     WordTokenizer,
     digest_of,
 )
-from .shared.windows import EpochShuffle, TokenWindows
+from .shared.windows import TokenWindows
 
 SPLITS = ("train", "validation", "test")
 _Class = type[WordTokenizer] | type[BPETokenizer] | type[PretrainedTokenizer]
@@ -134,7 +133,7 @@ class TextDataModule(DataModule):
 
     def train_dataloader(self) -> DataLoader:
         windows = TokenWindows(self.tokens("train"), self.num_tokens, self._ready(self._tokenizer).start_id)
-        return self._loader(windows, EpochShuffle(windows))
+        return self._loader(windows, shuffle=True)
 
     def val_dataloader(self) -> DataLoader:
         return self._in_order("validation")
@@ -191,17 +190,16 @@ class TextDataModule(DataModule):
     def _in_order(self, split: str) -> DataLoader:
         start = self._ready(self._tokenizer).start_id
         windows = TokenWindows(self.tokens(split), self.num_tokens, start, multiple_of=self.world_size)
-        return self._loader(windows, SequentialSampler(windows))
+        return self._loader(windows, shuffle=False)
 
-    def _loader(self, windows: TokenWindows, sampler: Any) -> DataLoader:
+    def _loader(self, windows: TokenWindows, shuffle: bool) -> DataLoader:
         return ResumableLoader(
             windows,
             batch_size=self.batch_size,
-            sampler=sampler,
+            shuffle=shuffle,
             num_workers=self.loader_workers,
             persistent_workers=self.loader_workers > 0,
             collate_fn=_as_it_is,
-            generator=torch.Generator(),
         )
 
     def _ready(self, value: Any) -> Any:

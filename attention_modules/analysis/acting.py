@@ -86,8 +86,7 @@ def _mass(acting: FactorMap, normalized: FactorMap) -> Tensor:
 
 
 def _log_sum_exp(of: FactorMap) -> Tensor:
-    mask = of.attn_mask
-    visible, bias = split_mask(None if mask is None else mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape)))
+    visible, bias = split_mask(of.attn_mask)
     scale = of.q.shape[-1] ** -0.5 if of.scale is None else of.scale
     q, k = of.q.float(), of.k.float()
     found = None if bias is not None else lse_and_mean_key(q, k, visible, of.is_causal, scale)
@@ -153,8 +152,6 @@ def _kept_rows(shape: tuple[int, int, int, int], wanted: int | None, device: tor
 
 def _seen(shape: tuple[int, ...], attn_mask: Tensor | None, is_causal: bool, device: torch.device) -> Tensor:
     """How many keys each row sees, ``[B|1, H|1, N]``."""
-    if attn_mask is not None:
-        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
     visible, _ = split_mask(attn_mask)
     some = torch.empty((), device=device)
     q, k = some.expand(*shape[:3], 1), some.expand(*shape[:2], shape[3], 1)

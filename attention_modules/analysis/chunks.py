@@ -64,7 +64,9 @@ def _rows(mask: Tensor, start: int, stop: int) -> Tensor:
 
 
 def split_mask(attn_mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """(visible, bias) of a mask; the bias of a boolean one is None."""
+    """(visible, bias) of a mask, ``[B|1, H|1, N|1, M]``; the bias of a boolean one is None."""
+    if attn_mask is not None:
+        attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
     if attn_mask is None or attn_mask.dtype == torch.bool:
         return attn_mask, None
     seen = visible(attn_mask)

@@ -38,8 +38,6 @@ def largest_logit(
     """
     check_shapes(q, k, attn_mask)
     with torch.no_grad(), without_autocast(q.device):
-        if attn_mask is not None:
-            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
         visible, _ = split_mask(attn_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)
         logits = ChunkedLogits(q.to(dtype), k.to(dtype), visible, None, is_causal, _scale(q, scale))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention_modules.analysis.chunks import ChunkedLogits, check_shapes, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
+from attention_modules.mechanisms.shared.acting import middles
 
 Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
@@ -160,8 +161,6 @@ def row_values(
     _check(q, k, attn_mask, statistics)
     names = set(statistics) | ({"entropy"} if "normalised_entropy" in statistics else set())
     with torch.autocast(q.device.type, enabled=False):
-        if attn_mask is not None:
-            attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
         visible, bias = split_mask(attn_mask)
         if bias is not None and not bias.requires_grad and not bool((bias != 0).any()):
             bias = None  # the mask only hides: kernels fit
@@ -232,7 +231,7 @@ def attention_sink(
 
     Args:
         q, k, attn_mask, is_causal, scale: as :func:`attention_statistics`.
-        max_rows: more rows than these are looked at in so many that lie evenly from the first to the last; all where
+        max_rows: more rows than these are looked at in so many, the middle ones of parts of equal size; all where
             None.
 
     Returns:
@@ -265,7 +264,7 @@ def sink_shares(
     number, columns = q.shape[2], k.shape[2]
     kept = torch.arange(number, device=q.device)
     if max_rows is not None and number > max_rows:
-        kept = torch.linspace(0, number - 1, max_rows, device=q.device).round().long()
+        kept = middles(number, max_rows, q.device)
     with torch.autocast(q.device.type, enabled=False):
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

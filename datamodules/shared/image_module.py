@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader
 
 from .base import DataModule, check_at_least
 from .images import ImageDataset
@@ -119,16 +119,16 @@ class ImageDataModule(DataModule):
         """Batches of :class:`.Images` without labels, in their order, as the model gets those of the test split."""
         dataset, collate, batch_size = self.unlabeled(images, self.world_size)
         dataset.named = 20
-        return self._loader_of(dataset, collate, batch_size, SequentialSampler(dataset))
+        return self._loader_of(dataset, collate, batch_size)
 
     def _loader(self, split: str) -> DataLoader:
         training = split == "train"
         dataset = self.dataset(split, training, multiple_of=1 if training else self.world_size)
         self._datasets[split] = dataset
-        sampler = self.order(dataset) if training else SequentialSampler(dataset)
+        sampler = self.order(dataset) if training else None
         return self._loader_of(dataset, self.collate(training), self.loader_batch_size(training), sampler)
 
-    def _loader_of(self, dataset: ImageDataset, collate: Any, batch_size: int, sampler: Any) -> DataLoader:
+    def _loader_of(self, dataset: ImageDataset, collate: Any, batch_size: int, sampler: Any = None) -> DataLoader:
         return ImageLoader(
             dataset,
             batch_size=batch_size,
@@ -137,7 +137,6 @@ class ImageDataModule(DataModule):
             persistent_workers=self.loader_workers > 0,
             pin_memory=self._on_accelerator,
             collate_fn=collate,
-            generator=torch.Generator(),
         )
 
     @property
