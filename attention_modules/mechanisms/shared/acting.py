@@ -346,7 +346,7 @@ def _as_many_as_wide(given: Tensor) -> Tensor | None:
 
 def middles(number: int, most: int, device: torch.device) -> Tensor:
     """The middles of so many parts of equal size of a number of rows: none stands for more of them than others do."""
-    return ((torch.arange(most, device=device) + 0.5) * number / most).long()
+    return (2 * torch.arange(most, device=device) + 1) * number // (2 * most)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
