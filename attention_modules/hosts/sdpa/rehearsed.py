@@ -15,7 +15,9 @@ from weakref import ProxyTypes
 import torch
 from torch import Tensor, nn
 
-_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+from attention_modules.sharing import SharedValues
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 
 
@@ -23,6 +25,7 @@ _SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Inside, all modules that a model reaches have no hooks, are in evaluation mode, and change nothing that stays.
 
+    Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer.
     It is the model itself that runs, as its parts may refer to each other in any way: by a list, a method, a closure.
     Its Parameters stay the same; buffers, tensors, lists and dicts are copies meanwhile, of modules that it does not
     register the small ones. Of objects of other kinds none is made.
@@ -37,7 +40,7 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
             back.callback(_set_back, part, type(part), dict(vars(part)))
             most = math.inf if id(part) in inside else _SMALL
             vars(part).update({name: _own(value, own, most) for name, value in vars(part).items()})
-            vars(part).update({name: OrderedDict() for name in _HOOKS})
+            vars(part).update({name: _that_compute(vars(part)[name]) for name in _HOOKS})
             vars(part)["training"] = False
         yield parts
 
@@ -51,6 +54,12 @@ def _set_back(part: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
         part.__class__ = kind  # type: ignore[assignment]
     vars(part).clear()
     vars(part).update(attributes)
+
+
+def _that_compute(hooks: dict[int, Any]) -> dict[int, Any]:
+    made = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.")}
+    shared = {key: hook for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), SharedValues)}
+    return OrderedDict(made | shared)
 
 
 def _reached(model: nn.Module) -> Iterator[nn.Module]:
