@@ -526,7 +526,18 @@ def has_other_forward(module: nn.Module) -> bool:
 
 def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
-    return getattr(type(module), "forward", None) is forward and not has_other_forward(module)
+    return (
+        getattr(type(module), "forward", None) is forward
+        and not has_other_forward(module)
+        and not has_replaced_forward(type(module))
+    )
+
+
+def has_replaced_forward(kind: type[nn.Module]) -> bool:
+    """Whether somebody has put another forward into the class that defines it (``Attention.forward = mine``)."""
+    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    found = vars(owner)["forward"]
+    return (found.__module__, found.__qualname__) != (owner.__module__, f"{owner.__qualname__}.forward")
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,8 @@ class Rows:
         """The Parameters that :meth:`weight` reads."""
         owner: Any = self.owner
         if not wrapped_by_peft(owner):
+            if more := computes_more(owner, self.tensor):
+                raise ValueError(more)
             if parametrize.is_parametrized(owner, self.tensor):
                 return list(owner.parametrizations[self.tensor].parameters())
             value = getattr(owner, self.tensor)
@@ -102,8 +104,22 @@ def quantized(owner: nn.Module, tensor: str = "weight") -> str | None:
     )
 
 
+def computes_more(owner: nn.Module, tensor: str = "weight") -> str | None:
+    """Why a projection's weight is not all that it multiplies by, if so: a LoRA layer of one's own, say."""
+    kind = next((each for each in (nn.Linear, nn.Conv2d) if isinstance(owner, each)), None)
+    ours = type(owner).__module__.partition(".")[0] == "attention_modules"
+    if hasattr(owner, tensor) and (kind is None or ours or type(owner).forward is kind.forward):
+        return None
+    return (
+        f"the weights of a projection in {type(owner).__name__} cannot be read, as it has a forward of its own: merge "
+        "what it adds into a plain layer, or leave this layer out"
+    )
+
+
 def _plain(owner: nn.Module, tensor: str = "weight") -> Tensor:
-    """The weight, refused where it is quantized."""
+    """The weight, refused where it is quantized, or a part of what the owner computes with."""
+    if more := computes_more(owner, tensor):
+        raise ValueError(more)
     if codes := quantized(owner, tensor):
         raise ValueError(codes)
     weight: Tensor = getattr(owner, tensor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer
-from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.hosts.weights import Rows, computes_more, wrapped_by_peft
 
 _Feature = tuple[int, int]  # a Parameter's id, and a position along its features
 
@@ -52,9 +52,11 @@ def clip_refusal(layer: AttentionLayer, frozen: bool = False) -> str | None:
     if reason := host.weights_refusal(module):
         return reason
     for rows, *_ in _sides(layer):
-        weight = getattr(rows.owner, rows.tensor)
         if wrapped_by_peft(rows.owner):
             return "its weights are sums with an adapter's: merge it (merge_and_unload())"
+        if more := computes_more(rows.owner, rows.tensor):
+            return more
+        weight = getattr(rows.owner, rows.tensor)
         if not isinstance(weight, nn.Parameter):
             return "its weights are computed at each call (a parametrization such as SigmaReparam, or pruning)"
         if not (weight.requires_grad or frozen):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -64,7 +67,8 @@ class QKWeightDecay(_QKControl):
     It comes before the optimizer's update, as in AdamW (Loshchilov and Hutter, 2019), with the learning rate of the
     weight's own group. The control of an objective that shrinks W_qᵀ W_k. What is frozen at a step, or has no gradient,
     stays as it is, as in a stage of :class:`Heal` that does not train it, or a step that a ``NonFiniteGuard`` skips
-    which is listed before.
+    which is listed before. A step that a gradient scaler leaves out decays nothing, and one that asks for several
+    gradients (LBFGS, SAM) decays once.
 
     Args:
         weight_decay: at least 0.
@@ -95,11 +99,62 @@ class QKWeightDecay(_QKControl):
         super().__init__(where, layers, exclude)
         self.weight_decay = check_number("weight_decay", weight_decay, 0.0)
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
+        self._hooks = ExitStack()
+        self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
+        self._ready: set[int] = set()  # optimizers that have gradients for a decay before they step
+        self._done: set[int] = set()  # those that have decayed in this step
 
-    @torch.no_grad()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._forget()
+        for optimizer in trainer.optimizers:
+            # Hooks of the optimizer: a step that a gradient scaler leaves out is none, and one that looks at several
+            # gradients (LBFGS) is one.
+            begin, end = partial(self._begin, trainer), partial(self._end, optimizer)
+            self._hooks.callback(optimizer.register_step_pre_hook(begin).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(end).remove)
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        if id(optimizer) in self._steps:
+            self._decay_once(trainer, optimizer)
+        else:
+            self._ready.add(id(optimizer))
+
+    def _begin(self, trainer: pl.Trainer, optimizer: Optimizer, *_: object) -> None:
+        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
+        if id(optimizer) in self._ready:  # a gradient scaler's closure runs before the step
+            self._decay_once(trainer, optimizer)
+
+    def _end(self, optimizer: Optimizer, *_: object) -> None:
+        self._steps[id(optimizer)] -= 1
+        if not self._steps[id(optimizer)]:
+            del self._steps[id(optimizer)]
+            self._ready.discard(id(optimizer))
+            self._done.discard(id(optimizer))
+
+    def _decay_once(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._done:
+            self._done.add(id(optimizer))
+            self._decay(trainer, optimizer)
+
+    def _forget(self) -> None:
+        self._hooks.close()
+        self._steps, self._ready, self._done = {}, set(), set()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._forget()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._forget()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
+
+    @torch.no_grad()
+    def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         left = 1.0 if self.fade_steps is None else max(0.0, 1 - trainer.global_step / self.fade_steps)
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, mask in self._entries:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +37,10 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     """
     own: dict[int, Any] = {}
     with torch.random.fork_rng(devices=_devices(model)), torch.compiler.set_stance("force_eager"), ExitStack() as back:
+        for draws in (random, getattr(sys.modules.get("numpy"), "random", None)):
+            if draws is not None:
+                get, put = ("getstate", "setstate") if draws is random else ("get_state", "set_state")
+                back.callback(getattr(draws, put), getattr(draws, get)())
         parts, inside = [*_reached(model)], {id(part) for part in model.modules()}
         for part in parts:
             back.callback(_set_back, part, type(part), dict(vars(part)))

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Host, Swapped, has_hooks, has_other_forward
+from attention_modules.hosts.base import Host, Swapped, has_hooks, has_other_forward, has_replaced_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import JOINT, Projections, Widths
 from attention_modules.hosts.query import QueryPart
@@ -88,7 +88,7 @@ class TimmHost(Host):
 
     def understands(self, module: nn.Module) -> bool:
         kind = type(module)
-        if has_other_forward(module) or self._named(kind) is None:
+        if has_other_forward(module) or self._named(kind) is None or has_replaced_forward(kind):
             return False
         return self._is(_definer(kind)) and self.unsuitable(module) is None
 
@@ -96,7 +96,7 @@ class TimmHost(Host):
         kind = type(module)
         if self._named(kind) is None:
             return None
-        if has_other_forward(module) or not self._is(_definer(kind)):
+        if has_other_forward(module) or has_replaced_forward(kind) or not self._is(_definer(kind)):
             return f"unsupported subclass: {kind.__name__} is a {self.name} with a forward of its own"
         return self.unsuitable(module)
 

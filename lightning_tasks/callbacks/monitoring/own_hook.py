@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _nothing(*_: Any) -> None:
@@ -45,7 +47,11 @@ class OwnHook:
 
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         """What the hook gives, for its own module."""
-        return self._hook(module, *args) if self._module() is module and not _paused else None
+        if self._module() is not module or _paused:
+            return None
+        # A mode such as selective activation checkpointing keeps what is computed, in order: this is none of it.
+        with nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+            return self._hook(module, *args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return _nothing
