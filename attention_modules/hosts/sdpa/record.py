@@ -70,6 +70,8 @@ class Record:
     """What copies with values showed of layers without."""
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """What the model was given."""
+    called: set[nn.Module] = field(default_factory=set)
+    """The modules whose forward ran."""
     orders: dict[nn.Module, tuple[torch.Size, Tensor] | None] = field(default_factory=dict)
     """Where layers have their tokens from (:mod:`attention_modules.hosts.model.moved`)."""
 
@@ -90,6 +92,7 @@ def recorded(model: nn.Module, example: Any) -> Record:
     args, kwargs = copied(found.example or ((), {}))
     with rehearsed(model) as modules, torch.inference_mode(False), torch.enable_grad(), recorder:
         for module in modules:
+            module.register_forward_pre_hook(lambda module, args: found.called.add(module))
             module.register_forward_pre_hook(_entering(recorder), with_kwargs=True)
             module.register_forward_hook(_leaving(recorder), always_call=True)
         model(*args, **kwargs)

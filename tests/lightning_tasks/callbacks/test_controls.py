@@ -1,6 +1,10 @@
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
 
 from attention_modules.hosts import attention_layers
 from lightning_tasks import LanguageModelingTask
@@ -169,3 +173,72 @@ def test_freezing_beside_a_locater_that_trains_something_else(tmp_path, other):
     model = {**SMALL, "init_args": {**SMALL["init_args"], "num_layers": 2}}
     frozen = fit(tmp_path, FreezeQK(layers=[0]), LocAteR(0.1, **other), model=model)
     assert torch.equal(qkv(frozen)[: 2 * DIM], qkv(before(model=model))[: 2 * DIM])
+
+
+class Network(pl.LightningModule):
+    def __init__(self, optimizer, size=1.0):
+        super().__init__()
+        self.layer, self.optimizer, self.size = nn.MultiheadAttention(8, 2), optimizer, size
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch, batch, batch)[0].square().sum() * self.size
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+class TwoGradients(torch.optim.SGD):
+    """Asks for the gradients twice in a step, as sharpness-aware minimization does."""
+
+    def step(self, closure=None):
+        closure()
+        return super().step(closure)
+
+
+def factor(module, *plugins):
+    """What a step of no length leaves of W_q and W_k."""
+    before = module.layer.in_proj_weight.detach()[:16].clone()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[QKWeightDecay(0.5)], plugins=[*plugins], **quiet)
+    run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
+    return (module.layer.in_proj_weight.detach()[:16] / before).median().item()
+
+
+def test_a_step_that_asks_for_several_gradients_decays_once():
+    steps = {
+        "one": lambda parameters: torch.optim.SGD(parameters, 0.1),
+        "two": lambda parameters: TwoGradients(parameters, 0.1),
+        "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, 0.1, max_iter=5),
+    }
+    found = {name: factor(Network(optimizer, size=1e-9)) for name, optimizer in steps.items()}
+    assert found == pytest.approx(dict.fromkeys(steps, 0.95), abs=1e-4)
+
+
+def test_a_step_that_a_gradient_scaler_leaves_out_decays_nothing():
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e36)
+    assert factor(module, scaled) == 1.0
+    scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1.0))
+    module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e-9)
+    assert factor(module, scaled) == pytest.approx(0.95, abs=1e-4)
+
+
+class Adapted(nn.Linear):
+    """LoRA of one's own."""
+
+    def __init__(self, plain):
+        super().__init__(plain.in_features, plain.out_features)
+        self.down, self.up = nn.Linear(plain.in_features, 2), nn.Linear(2, plain.out_features)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("control", [FreezeQK, lambda: QKWeightDecay(0.1), lambda: LocAteR(0.1), lambda: QKClip(1.0)])
+def test_weights_that_a_forward_of_one_s_own_adds_to_are_refused(control, tmp_path):
+    module = before()
+    attention = module.model.layers[0].attn
+    attention.qkv = Adapted(attention.qkv)
+    run = trainer(tmp_path, max_steps=1, callbacks=[control()], limit_val_batches=0)
+    with pytest.raises(ValueError, match="cannot be read, as it has a forward of its own: merge"):
+        run.fit(module, RandomText())

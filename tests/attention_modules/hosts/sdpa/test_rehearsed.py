@@ -1,14 +1,19 @@
 """A trial runs the model itself, however its parts refer to each other, and changes nothing of it."""
 
+import random
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import timm
 import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts.sdpa.record import own_record, recorded
@@ -45,7 +50,7 @@ HELD: dict[str, Callable[[Network], Any]] = {
     "list": lambda model: [model.attn, model.norm],
     "tuple": lambda model: (model.attn, model.norm),
     "unregistered list of modules": lambda model: nn.ModuleList([model.attn, model.norm]),
-    "methods": lambda model: (model.attn.forward, model.norm.forward),
+    "a method": lambda model: (model.attn, model.norm.forward),
     "closures": lambda model: (lambda x: model.attn(x), lambda x: model.norm(x)),
 }
 
@@ -78,6 +83,59 @@ def test_a_module_that_only_an_attribute_holds_is_rehearsed_too() -> None:
     assert all(part.training for part in hidden.modules())
     assert hidden[1].num_batches_tracked == 0
     assert not hasattr(hidden[1], "other")
+
+
+def test_draws_of_python_and_numpy_stay_where_they_were() -> None:
+    class Draws(Layer):
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            return super().forward(x * random.random() * np.random.rand())  # noqa: NPY002 - what users draw from
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    swap_attention(nn.Sequential(Draws()), "softmax", example=torch.randn(4, 6, 16))
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda forward: forward,
+    "checkpointed": lambda forward: partial(checkpoint, forward, use_reentrant=False),
+    "compiled": lambda forward: torch.compile(forward, backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT.values(), ids=[*KEPT])
+def test_a_bound_forward_that_a_block_keeps_is_refused(kept: Callable[[Any], Any]) -> None:
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = Layer()
+            self.steps = {"first": [kept(self.attn.forward)]}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.steps["first"][0](x)
+
+    with pytest.raises(AttentionSwapError, match=r"'0.attn', whose bound forward '0' keeps in 'steps': .* call it"):
+        swap_attention(nn.Sequential(Steps()), "sink")
+
+
+def test_a_layer_that_the_example_does_not_call_is_named() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.attn.in_proj_weight[:16])
+
+    with pytest.warns(UserWarning, match="the example calls 0 of the 1 layers that are swapped, and not 'attn'"):
+        swap_attention(Reads(), "sink", example=torch.randn(4, 6, 16))
+
+
+@pytest.mark.parametrize("kind", [timm.layers.attention.Attention, nn.MultiheadAttention])
+def test_a_class_whose_forward_somebody_replaced_is_refused(kind: type[nn.Module], monkeypatch: Any) -> None:
+    layer = kind(16, 2)
+    monkeypatch.setattr(kind, "forward", lambda self, *inputs: inputs[0])
+    with pytest.raises(AttentionSwapError, match="a forward of its own"):
+        swap_attention(nn.Sequential(layer), "softmax")
 
 
 def test_attributes_of_any_name_and_kind_stay_what_they_are_in_a_trial() -> None:

@@ -1,11 +1,16 @@
 """Watching changes nothing: with each monitor, a model of every host trains to the same bits as without."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
+import attnswap
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import (
     AttentionMapLogger,
@@ -123,3 +128,44 @@ def test_mechanisms_that_draw_or_are_called_again_for_their_map(mechanism):
         found.append((weights_of(module), torch.get_rng_state()))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+class SavesAttention(nn.Module):
+    """A block under PyTorch's selective checkpointing, which keeps what attention gave, in order."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        kept = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+        def policy(context, op, *args, **kwargs):
+            return CheckpointPolicy.MUST_SAVE if op is kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(self.block, x, use_reentrant=False, context_fn=contexts)
+
+
+@pytest.mark.parametrize("mechanism", [None, "twicing", "talking_heads", "gated"])
+def test_selective_checkpoints_keep_nothing_of_a_monitor(mechanism):
+    def trained(watched):
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+        model = nn.Sequential(*layers)
+        if mechanism is not None:
+            swap_attention(model, mechanism)
+        model = nn.Sequential(*map(SavesAttention, model))
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(3, 2, 7, 16)
+        with (
+            attnswap.watch(model, callbacks=[AttentionMonitor(1)], log=lambda *_, **__: None)
+            if watched
+            else nullcontext()
+        ):
+            for batch in x:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert torch.equal(trained(True), trained(False))
