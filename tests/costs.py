@@ -18,8 +18,8 @@ import pytest
 
 COSTS = Path(__file__).with_name("costs.txt")
 COSTLY = 0.5  # seconds of CPU time that the dearest case of a test, or a fixture of its module, takes
-DEAREST = 3.0
-ONE_IN = 5  # of the cases of a costly test
+DEAREST = 1.0
+ONE_IN = 10  # of the cases of a costly test
 
 
 def _cpu_seconds() -> float:
