@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,17 +21,17 @@ from attention_modules.hosts.base import (
     Swapped,
     acting_mechanism,
     forward_refusal,
-    has_other_forward,
     hook_refusal,
     plain_type,
     query_return_refusal,
     swapped_class,
 )
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
+from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
 from attention_modules.hosts.model.dropped import dropped_refusals, watch_grids
 from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
-from attention_modules.hosts.model.held import held_forwards
+from attention_modules.hosts.model.held import held_forwards, warn_of_uncalled
 from attention_modules.hosts.model.replicated import replicated_refusal
 from attention_modules.hosts.model.saved import tell_when_saved
 from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
@@ -152,7 +152,7 @@ def _swap(
             f"cannot swap {'; '.join(held[:3])}: what is kept would stay plain; keep the layer itself, and call it"
         )
     _warn_of_hooks(prepared.plan)
-    _warn_of_uncalled(modules)
+    warn_of_uncalled(modules, known().called, stacklevel=3)
     warn_of_twins(prepared.found, prepared.plan)
     return _commit(model, prepared)
 
@@ -382,17 +382,6 @@ def _warn_of_hooks(plan: Plan) -> None:
             f"hooks on {silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''} saw the "
             "attention map, and see nothing now: swapped layers make none. AttentionMapLogger draws maps, and "
             "attnswap.attention_maps(model, inputs) returns them",
-            stacklevel=5,
-        )
-
-
-def _warn_of_uncalled(modules: Mapping[str, nn.Module]) -> None:
-    called = known().called
-    if called and (others := [name for name, module in modules.items() if module not in called]):
-        warnings.warn(
-            f"the example calls {len(modules) - len(others)} of the {len(modules)} layers that are swapped, and not "
-            f"{others[0]!r}{f' and {len(others) - 1} more' if len(others) > 1 else ''}: a mechanism acts where the "
-            "layer itself is called, and not where other code reads its weights",
             stacklevel=5,
         )
 

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from attention_modules.base import OPAQUE
-from attention_modules.hosts.base import Host, Swapped, is_own_forward, plain_linear_refusal
+from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.forwards import is_own_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.base import OPAQUE
+from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
@@ -512,32 +513,6 @@ def acting_mechanism(found: Any) -> AttentionMechanism | None:
         active = () if found.disable_adapters else found.active_adapters
         found = found.modules_to_save[active[0]] if active else found.original_module
     return found if isinstance(found, AttentionMechanism) else None
-
-
-def has_other_forward(module: nn.Module) -> bool:
-    """Whether the object has a forward beside its class's, as with hooks of accelerate and diffusers.
-
-    Once these are removed, the class's own stands there.
-    """
-    found = module.__dict__.get("forward")
-    own = getattr(found, "__self__", None) is module and getattr(found, "__func__", None) is type(module).forward
-    return found is not None and not own
-
-
-def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
-    """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
-    return (
-        getattr(type(module), "forward", None) is forward
-        and not has_other_forward(module)
-        and not has_replaced_forward(type(module))
-    )
-
-
-def has_replaced_forward(kind: type[nn.Module]) -> bool:
-    """Whether somebody has put another forward into the class that defines it (``Attention.forward = mine``)."""
-    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
-    found = vars(owner)["forward"]
-    return (found.__module__, found.__qualname__) != (owner.__module__, f"{owner.__qualname__}.forward")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules.hosts.base import Host, Swapped, has_hooks, is_own_forward
+from attention_modules.hosts.base import Host, Swapped, has_hooks
+from attention_modules.hosts.forwards import is_own_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
-from attention_modules.hosts.shown import ShownMap
 from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
+from attention_modules.mechanisms.shared.shown import ShownMap
 
 _PADDED = "gets_padded_tensors_for_a_swap"  # an attribute of an encoder
 _OTHER_QUERY = re.compile(r"Cross_?Att|Att(entio)?n\w*Pool")  # in the class around: its query is no token of the keys

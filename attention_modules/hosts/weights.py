@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from attention_modules.hosts.forwards import has_other_forward
+
 # What a weight is read from: float8 is scaled by a number that stands elsewhere.
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq")  # packages whose Tensors hold codes under a floating dtype
@@ -108,7 +110,9 @@ def computes_more(owner: nn.Module, tensor: str = "weight") -> str | None:
     """Why a projection's weight is not all that it multiplies by, if so: a LoRA layer of one's own, say."""
     kind = next((each for each in (nn.Linear, nn.Conv2d) if isinstance(owner, each)), None)
     ours = type(owner).__module__.partition(".")[0] == "attention_modules"
-    if hasattr(owner, tensor) and (kind is None or ours or type(owner).forward is kind.forward):
+    own = kind is not None and not ours and type(owner).forward is not kind.forward
+    # Hooks of accelerate replace the object's forward too, and compute the same.
+    if hasattr(owner, tensor) and not own and (hasattr(owner, "_hf_hook") or not has_other_forward(owner)):
         return None
     return (
         f"the weights of a projection in {type(owner).__name__} cannot be read, as it has a forward of its own: merge "

@@ -175,7 +175,7 @@ class AttentionMapLogger(MechanismObserver):
         )
 
     def _forget(self) -> None:
-        self._images = None
+        self._images, self._patches_first = None, set[str]()
         self._maps, self._whole, self._places, self._bad = {}, {}, {}, {}
 
     def _observe(

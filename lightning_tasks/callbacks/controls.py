@@ -111,9 +111,8 @@ class QKWeightDecay(_QKControl):
         for optimizer in trainer.optimizers:
             # Hooks of the optimizer: a step that a gradient scaler leaves out is none, and one that looks at several
             # gradients (LBFGS) is one.
-            begin, end = partial(self._begin, trainer), partial(self._end, optimizer)
-            self._hooks.callback(optimizer.register_step_pre_hook(begin).remove)
-            self._hooks.callback(optimizer.register_step_post_hook(end).remove)
+            self._hooks.callback(optimizer.register_step_pre_hook(partial(self._begin, trainer)).remove)
+            self._hooks.callback(optimizer.register_step_post_hook(self._end).remove)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

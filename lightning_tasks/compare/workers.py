@@ -124,7 +124,7 @@ def _run_each(
 def _outcome(cell: Cell, process: Any, told: Connection) -> HeldError | str | None:
     """What a process told, once it has ended; one that a thread keeps alive is ended."""
     found: list[HeldError | str | None] = []
-    with told, contextlib.suppress(EOFError):
+    with told, contextlib.suppress(EOFError, OSError):  # nothing, or a part of it
         if told.poll():
             found.append(told.recv())
     process.join(_END)

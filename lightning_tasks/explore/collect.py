@@ -58,7 +58,8 @@ def collect(
     samples = samples or seen[0][0]["samples"]
     if {layer["samples"] for found in seen for layer in found} == {seen[0][0]["samples"]} != {samples}:
         raise UsageError(
-            f"{seen[0][0]['samples']} inputs were given, and {samples} images, tokens or names: give one for each"
+            f"each layer has {seen[0][0]['samples']} maps, and {samples} images, tokens or names were given: give one "
+            "for each input; layers with windows, which have several maps for one, are not shown"
         )
     for shown, found in zip(models, seen, strict=True):
         for layer in found:

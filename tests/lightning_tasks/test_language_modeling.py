@@ -12,7 +12,7 @@ from torchmetrics.text import Perplexity
 from attention_modules import AttentionMechanism, RPCAttention, swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.models.causal_lm import log_probabilities, position_limit
+from lightning_tasks.models.causal_lm import has_plain_head, log_probabilities, position_limit
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 from tests.rows import each_row
@@ -230,6 +230,25 @@ def test_what_acts_beside_the_head_later_keeps_logits_whole(kind, chunks):
     module = built(model=functools.partial(Later, kind=kind))
     assert module._tokens_at_once == (256 if chunks else None)
     assert module.model.training
+
+
+def test_the_trial_of_a_head_seeds_no_device_and_moves_no_draws(monkeypatch):
+    """`torch.manual_seed` would seed CUDA too, where the run's own seed draws dropout."""
+
+    def fails(seed):
+        raise AssertionError("it seeds the generators of all devices")
+
+    model = Later(VOCAB, kind="dropout")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "manual_seed", fails)
+        assert not has_plain_head(model)
+        assert has_plain_head(Later(VOCAB))
+    torch.manual_seed(5)
+    Later(VOCAB), Later(VOCAB)
+    drawn = torch.get_rng_state()
+    torch.manual_seed(5)
+    has_plain_head(Later(VOCAB)), has_plain_head(Later(VOCAB))
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 @pytest.mark.parametrize("of", ["model", "head"])

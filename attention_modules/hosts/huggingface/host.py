@@ -21,7 +21,8 @@ from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.hosts.base import Host, Swapped, has_other_forward, plain_linear_refusal
+from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
+from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT

@@ -26,7 +26,7 @@ from attention_modules.hosts.huggingface.given import (
 )
 from attention_modules.hosts.huggingface.states import STATE, mixed
 from attention_modules.hosts.query import WithoutQuery
-from attention_modules.hosts.shown import ShownMap
+from attention_modules.mechanisms.shared.shown import ShownMap
 from attention_modules.sharing import as_before
 
 _UNDERSTOOD = ("eager", "sdpa")  # implementations whose masks are None, boolean or additive

@@ -1,14 +1,15 @@
-"""Forwards of layers that are held apart from them, and would stay plain."""
+"""Layers that other code does not call: it keeps their bound forward, or reads their weights."""
 
 from __future__ import annotations
 
-import functools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from types import MethodType
 from typing import Any
 
 from torch import nn
+
+from attention_modules.hosts.sdpa.rehearsed import held_by
 
 
 def held_forwards(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -25,9 +26,8 @@ def held_forwards(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
         f"{names[id(method.__self__)]!r}, whose bound forward {place or type(part).__name__!r} keeps in {attribute!r}"
         for place, part in model.named_modules()
         for attribute, value in vars(part).items()
-        if not attribute.endswith("_hooks")
         for method in _methods(value)
-        if id(method.__self__) in names and method.__self__ is not part and method.__func__.__name__ == "forward"
+        if id(method.__self__) in names and method.__self__ is not part and _name(method) == "forward"
     ]
 
 
@@ -37,17 +37,21 @@ def _methods(value: Any) -> Iterator[MethodType]:
         each = waiting.pop()
         if isinstance(each, MethodType):
             yield each
-        elif id(each) not in seen and (held := [*_held(each)]):
+        elif id(each) not in seen:
             seen[id(each)] = each
-            waiting += held
+            waiting += held_by(each)
 
 
-def _held(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, (list, tuple, set, deque)):
-        return value
-    if isinstance(value, functools.partial):
-        return (value.func, *value.args, *value.keywords.values())
-    compiled = getattr(value, "_torchdynamo_orig_callable", None) if callable(value) else None
-    return () if compiled is None or isinstance(value, nn.Module) else (compiled,)
+def _name(method: MethodType) -> str | None:
+    return getattr(method.__func__, "__name__", None)
+
+
+def warn_of_uncalled(layers: Mapping[str, nn.Module], called: Collection[nn.Module], stacklevel: int) -> None:
+    """Name the layers that an example does not call, where it was run."""
+    if called and (others := [name for name, module in layers.items() if module not in called]):
+        warnings.warn(
+            f"the example calls {len(layers) - len(others)} of the {len(layers)} layers that are swapped, and not "
+            f"{others[0]!r}{f' and {len(others) - 1} more' if len(others) > 1 else ''}: a mechanism acts where the "
+            "layer itself is called, and not where other code reads its weights",
+            stacklevel=stacklevel + 1,
+        )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import AttentionSpec
-from attention_modules.hosts.base import AttentionSwapError, has_other_forward
+from attention_modules.hosts.base import AttentionSwapError
+from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attention_modules.base import AttentionSpec
-from attention_modules.hosts.base import Host, Swapped, has_other_forward
+from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries

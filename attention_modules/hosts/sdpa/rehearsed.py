@@ -10,7 +10,7 @@ import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -27,10 +27,10 @@ _SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     """Inside, all modules that a model reaches have no hooks, are in evaluation mode, and change nothing that stays.
 
-    Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer.
-    It is the model itself that runs, as its parts may refer to each other in any way: by a list, a method, a closure.
-    Its Parameters stay the same; buffers, tensors, lists and dicts are copies meanwhile, of modules that it does not
-    register the small ones. Of objects of other kinds none is made.
+    Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer. It is the model itself
+    that runs, as its parts may refer to each other in any way: by a list, a method, a closure. Its Parameters stay the
+    same; buffers, tensors, lists and dicts are copies meanwhile, of modules that it does not register the small ones.
+    Of objects of other kinds none is made.
 
     Yields:
         the modules.
@@ -73,25 +73,28 @@ def _reached(model: nn.Module) -> Iterator[nn.Module]:
     seen, waiting = dict[int, Any](), list[Any]([model])
     while waiting:
         value = waiting.pop()
-        if id(value) not in seen and (held := _held(value)):
-            seen[id(value)] = value
-            waiting.extend(held)
-            if isinstance(value, nn.Module):
-                yield value
+        if id(value) in seen or type(value) in ProxyTypes:  # a proxy is of a module that is held elsewhere
+            continue
+        seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            yield value
+            waiting.extend(vars(value).values())
+        else:
+            waiting.extend(held_by(value))
 
 
-def _held(value: Any) -> Iterable[Any]:
-    if type(value) in ProxyTypes:  # of a module that is held elsewhere
-        return ()
-    if isinstance(value, nn.Module):
-        return vars(value).values()
+def held_by(value: Any) -> Iterable[Any]:
+    """What a container holds, a bound or partial function is of, or a compiled one was; of other objects nothing."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, (list, tuple, set, deque)):
         return value
     if isinstance(value, MethodType):  # a forward that accelerate left, or that of another part
         return (value.__self__,)
-    return (*value.args, *value.keywords.values()) if isinstance(value, functools.partial) else ()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    compiled = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
+    return () if compiled is None else (compiled,)
 
 
 def _own(value: Any, known: dict[int, Any], most: float) -> Any:

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Host, Swapped, has_hooks, has_other_forward, has_replaced_forward
+from attention_modules.hosts.base import Host, Swapped, has_hooks
+from attention_modules.hosts.forwards import has_other_forward, has_replaced_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import JOINT, Projections, Widths
 from attention_modules.hosts.query import QueryPart

@@ -142,7 +142,10 @@ def as_it_is(values: Any) -> Any:
     own: dict[Any, Tensor] = {}
 
     def kept(tensor: Tensor) -> Tensor:
-        return own.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), tensor.clone())
+        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in own:
+            own[key] = tensor.clone()
+        return own[key]
 
     return tree_map_only(Tensor, kept, values)
 

@@ -214,6 +214,22 @@ def test_a_step_that_asks_for_several_gradients_decays_once():
     assert found == pytest.approx(dict.fromkeys(steps, 0.95), abs=1e-4)
 
 
+def test_a_step_by_hand_decays_once():
+    class ByHand(Network):
+        def __init__(self, optimizer, size):
+            super().__init__(optimizer, size)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    module = ByHand(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e-9)
+    assert factor(module) == pytest.approx(0.95, abs=1e-4)
+
+
 def test_a_step_that_a_gradient_scaler_leaves_out_decays_nothing():
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e36)
@@ -234,11 +250,21 @@ class Adapted(nn.Linear):
         return super().forward(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("control", [FreezeQK, lambda: QKWeightDecay(0.1), lambda: LocAteR(0.1), lambda: QKClip(1.0)])
-def test_weights_that_a_forward_of_one_s_own_adds_to_are_refused(control, tmp_path):
-    module = before()
-    attention = module.model.layers[0].attn
+def replace_class(attention):
     attention.qkv = Adapted(attention.qkv)
+
+
+def replace_forward(attention):
+    """As LoRA does that leaves the layer where it is."""
+    plain, more = attention.qkv.forward, nn.Linear(DIM, 3 * DIM)
+    attention.qkv.forward = lambda x: plain(x) + more(x)
+
+
+@pytest.mark.parametrize("adapt", [replace_class, replace_forward])
+@pytest.mark.parametrize("control", [FreezeQK, lambda: QKWeightDecay(0.1), lambda: LocAteR(0.1), lambda: QKClip(1.0)])
+def test_weights_that_a_forward_of_one_s_own_adds_to_are_refused(control, adapt, tmp_path):
+    module = before()
+    adapt(module.model.layers[0].attn)
     run = trainer(tmp_path, max_steps=1, callbacks=[control()], limit_val_batches=0)
     with pytest.raises(ValueError, match="cannot be read, as it has a forward of its own: merge"):
         run.fit(module, RandomText())

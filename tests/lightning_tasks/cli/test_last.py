@@ -134,6 +134,11 @@ def test_a_job_that_is_queued_again_goes_on_from_its_own_checkpoint(demo, said, 
     main(["fit", "--config", demo, "--init_from", str(checkpoint()), "--trainer.max_steps=4"])
     assert f"attnswap: this job goes on from its own {own}" in said
     assert torch.load(checkpoint(), weights_only=True)["global_step"] == 4
+    torn = checkpoint().with_name("torn.ckpt")
+    torn.write_bytes(own.read_bytes()[:1000])
+    with pytest.warns(UserWarning, match=r"leaves out .*torn\.ckpt, which cannot be read"):
+        main(["fit", "--config", demo, "--trainer.max_steps=6"])
+    assert torch.load(checkpoint(), weights_only=True)["global_step"] == 6
     monkeypatch.setenv(THIS_JOB, "three")
     main(["fit", "--config", demo])
     assert torch.load(checkpoint(), weights_only=True)["global_step"] == 2

@@ -4,7 +4,9 @@ import random
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -117,6 +119,13 @@ def test_a_bound_forward_that_a_block_keeps_is_refused(kept: Callable[[Any], Any
         swap_attention(nn.Sequential(Steps()), "sink")
 
 
+def test_attributes_that_answer_to_any_name_are_no_forward() -> None:
+    model = nn.Sequential(Layer())
+    model.__dict__["spy"] = [MagicMock(), MethodType(partial(print), model[0])]
+    swap_attention(model, "sink", example=torch.randn(4, 6, 16))
+    assert model(torch.randn(4, 6, 16)).shape == (4, 6, 16)
+
+
 def test_a_layer_that_the_example_does_not_call_is_named() -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -131,9 +140,12 @@ def test_a_layer_that_the_example_does_not_call_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [timm.layers.attention.Attention, nn.MultiheadAttention])
-def test_a_class_whose_forward_somebody_replaced_is_refused(kind: type[nn.Module], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("given", [lambda self, *inputs: inputs[0], partial(print)])
+def test_a_class_whose_forward_somebody_replaced_is_refused(
+    kind: type[nn.Module], given: Any, monkeypatch: Any
+) -> None:
     layer = kind(16, 2)
-    monkeypatch.setattr(kind, "forward", lambda self, *inputs: inputs[0])
+    monkeypatch.setattr(kind, "forward", given)
     with pytest.raises(AttentionSwapError, match="a forward of its own"):
         swap_attention(nn.Sequential(layer), "softmax")
 
