@@ -379,7 +379,7 @@ def _warn_of_hooks(plan: Plan) -> None:
     ]
     if silenced:
         warnings.warn(
-            f"hooks on {silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''} saw the "
+            f"{silenced[0]!r}{f' and {len(silenced) - 1} more' if len(silenced) > 1 else ''}, or hooks on it, saw the "
             "attention map, and see nothing now: swapped layers make none. AttentionMapLogger draws maps, and "
             "attnswap.attention_maps(model, inputs) returns them",
             stacklevel=5,
@@ -569,7 +569,7 @@ class _AllOrNothing:
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None:
             for module, cls, state in self.before:
-                module.__class__ = cls
+                object.__setattr__(module, "__class__", cls)
                 module.__dict__.clear()
                 for key, (value, content) in state.items():
                     if type(value) in _PLAIN:  # the same, as handles of the user's hooks refer to it

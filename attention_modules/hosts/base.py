@@ -80,6 +80,14 @@ class Swapped(nn.Module):
             check_columns(type(self.mechanism).__name__, given["attn_mask"])
         return self.mechanism(q, k, v, **given, **from_the_layer(self, self.mechanism.needs, x, v))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__" and not issubclass(value, Swapped):
+            raise AttentionSwapError(
+                f"this {self.plain_class.__name__} is swapped, and as a {value.__name__} would compute without its "
+                f"{type(self.mechanism).__name__}: call restore_attention() before what changes classes (token merging)"
+            )
+        super().__setattr__(name, value)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         kept = [part for part in self.dropped_query if part.filled(self)]
         super()._apply(fn, recurse)

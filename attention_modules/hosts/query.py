@@ -126,7 +126,7 @@ class QueryPart:
 def become(module: nn.Module, kind: type[nn.Module]) -> None:
     """Give a module another class; what hooks of accelerate left on it, the former class's forward, goes."""
     module.__dict__.pop("forward", None)
-    module.__class__ = kind  # type: ignore[assignment]
+    object.__setattr__(module, "__class__", kind)
 
 
 def empties(fn: Callable[[Tensor], Tensor]) -> bool:

@@ -72,7 +72,11 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
                     f"{what} {source!r}, which nothing was put into: swap that layer too, with 'softmax' where it is "
                     "to stay as it is",
                 )
-            reason = _misfit(layer, layers[source]) or _moved(found, stack_of[name], name, source)
+            reason = (
+                _misfit(layer, layers[source])
+                or _skipped(found, source)
+                or _moved(found, stack_of[name], name, source)
+            )
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
     for stack, members in stacks(names).items():
@@ -104,6 +108,18 @@ def _misfit(layer: Found, source: Found) -> str | None:
         return f"it has {own}, the other {other}"
     given = source.host.limits(source.module).sharing
     return layer.host.limits(layer.module).sharing or (given and f"there {given}")
+
+
+def _skipped(found: Survey, source: str) -> str | None:
+    """Whether what holds a layer leaves it out in some steps of training, by its own attribute or its configuration."""
+    parts = source.split(".")
+    for depth in range(len(parts)):
+        module = found.modules[".".join(parts[:depth])]
+        for holder in (module, getattr(module, "config", None)):
+            rate = getattr(holder, "layerdrop", None)
+            if isinstance(rate, (int, float)) and rate > 0:
+                return f"training leaves layers out (layerdrop {rate:g}), and it may be one of them: set layerdrop to 0"
+    return None
 
 
 def _moved(found: Survey, stack: Sequence[str], name: str, source: str) -> str | None:

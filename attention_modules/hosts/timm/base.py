@@ -39,10 +39,10 @@ class SwappedTimm(Swapped):
     ) -> Tensor:
         """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``.
 
-        Where a user's hooks are on ``attn_drop``, to which the plain layer gives the map that mixes the values, so does
-        a mechanism that has one.
+        Where something of the user's reads the map in ``attn_drop``, to which the plain layer gives the one that mixes
+        the values, so does a mechanism that has one.
         """
-        shown = self.mechanism.gives_weights and any(has_hooks(self._modules[name]) for name in _dropouts(self))
+        shown = self.mechanism.gives_weights and any(_reads(self._modules[name]) for name in _dropouts(self))
         weights: list[Tensor] = []
         out = self.mix(
             k if q is None else q,
@@ -65,7 +65,7 @@ class SwappedTimm(Swapped):
         if "attn_drop" not in self._modules:
             return 0.0
         drops = self.training if getattr(self, "fused_attn", False) else self.attn_drop.training
-        return self.attn_drop.p if drops else 0.0
+        return getattr(self.attn_drop, "p", 0.0) if drops else 0.0
 
     def _leave(self: Any, out: Tensor) -> Tensor:
         """The output projection of ``[B, N, H * d]``."""
@@ -154,8 +154,8 @@ class TimmHost(Host):
         return [*_dropouts(layer), *([] if getattr(layer, "fused_attn", False) else _named("softmax", layer))]
 
     def silenced(self, layer: Any, gives_weights: bool) -> list[str]:
-        kept = _dropouts(layer) if gives_weights else []
-        return [name for name in super().silenced(layer, gives_weights) if name not in kept]
+        others = [name for name in super().silenced(layer, gives_weights) if name not in _dropouts(layer)]
+        return others + [name for name in _dropouts(layer) if not gives_weights and _reads(layer._modules[name])]
 
     def query_parts(self, layer: Any) -> tuple[QueryPart, ...]:
         return self.projections(layer).query_parts(layer, self.widths(layer))
@@ -205,6 +205,11 @@ def _definer(kind: type) -> type:
 def _dropouts(layer: Any) -> list[str]:
     """The dropout to which the plain layer gives its map, where it makes one."""
     return [] if getattr(layer, "fused_attn", False) else _named("attn_drop", layer)
+
+
+def _reads(dropout: Any) -> bool:
+    """Whether what stands in the place of the dropout of maps reads or changes them, or a hook on it does."""
+    return has_hooks(dropout) or type(dropout).forward not in (nn.Dropout.forward, nn.Identity.forward)
 
 
 def _named(name: str, layer: nn.Module) -> list[str]:

@@ -276,14 +276,14 @@ class Heal(DriftMonitor):
                 self._squares.append(share)
 
         def compare_map(name: str, found: Tensor) -> None:
-            if self._in_backward:
-                return
             if not found.requires_grad:
                 raise ValueError(
                     f"Heal: the map of {name!r} has no gradient, as its mechanism is known as a linear function alone, "
                     "or nothing that trains makes it; match 'layers' there"
                 )
-            self._squares.append(_share(*self._lessons[0][0].compare_map(name, found)))
+            share = _share(*self._lessons[0][0].compare_map(name, found))
+            if not self._in_backward:
+                self._squares.append(share)
 
         def give(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self._check_called()

@@ -122,11 +122,41 @@ def test_a_hook_changes_the_map_of_softmax() -> None:
     assert not torch.allclose(plain, vit().eval()(images()))
 
 
+class Kept(nn.Module):
+    """In the place of the dropout of maps, as tools of explanation put it there."""
+
+    def forward(self, attn: torch.Tensor) -> torch.Tensor:
+        self.attn = attn
+        return attn
+
+
+def test_another_module_in_the_place_of_the_dropout_gets_the_map() -> None:
+    model = vit().eval()
+    plain, kept = model(images()), Kept()
+    model.blocks[0].attn.attn_drop = kept
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(images()), plain)
+    torch.testing.assert_close(kept.attn.sum(-1), torch.ones_like(kept.attn[..., 0]))
+    with pytest.warns(UserWarning, match=r"attn_drop'.* saw the attention map, and see nothing"):
+        swap_attention(model, "rpc")
+
+
+def test_a_swapped_layer_takes_no_class_that_would_leave_its_mechanism_out() -> None:
+    model = vit()
+    swap_attention(model, "sink")
+    kind = type(model.blocks[0].attn)
+    with pytest.raises(AttentionSwapError, match="swapped, and as a Merged would compute without its SinkAttention"):
+        model.blocks[0].attn.__class__ = type("Merged", (kind.plain_class,), {})
+    assert type(model.blocks[0].attn) is kind
+    model.blocks[0].attn.__class__ = type("Wrapped", (kind,), {})  # as FSDP2 and parametrizations do
+    model.blocks[0].attn.__class__ = kind
+
+
 def test_a_swap_that_silences_hooks_says_so() -> None:
     silenced: list[tuple[nn.Module, str, str]] = [(vit(), "attn_drop", "rpc"), (swin(), "softmax", "softmax")]
     for model, name, mechanism in silenced:
         _maps(model, name)
-        with pytest.warns(UserWarning, match=rf"hooks on '.*{name}'.* saw the attention map, and see nothing") as told:
+        with pytest.warns(UserWarning, match=rf"{name}'.* saw the attention map, and see nothing") as told:
             swap_attention(model, mechanism)
         assert told[0].filename == __file__
 
