@@ -73,9 +73,7 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
                     "to stay as it is",
                 )
             reason = (
-                _misfit(layer, layers[source])
-                or _skipped(found, source)
-                or _moved(found, stack_of[name], name, source)
+                _misfit(layer, layers[source]) or _skipped(found, source) or _moved(found, stack_of[name], name, source)
             )
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
