@@ -572,14 +572,12 @@ class _AllOrNothing:
                 object.__setattr__(module, "__class__", cls)
                 module.__dict__.clear()
                 for key, (value, content) in state.items():
-                    if type(value) in _PLAIN:  # the same, as handles of the user's hooks refer to it
+                    if content is not None:  # in the same object, as handles of the user's hooks refer to it
                         value.clear()
                         value.update(content)
-                    module.__dict__[key] = value if content is None or type(value) in _PLAIN else content
-
-
-_PLAIN = (dict, OrderedDict, set)
+                    module.__dict__[key] = value
 
 
 def _content(value: Any) -> Any:
-    return copy.copy(value) if isinstance(value, (dict, set)) else None
+    """A copy of what modules hold their parts, tensors and hooks in; a user's own kinds of containers are not ours."""
+    return copy.copy(value) if type(value) in (dict, OrderedDict, set) else None

@@ -18,12 +18,19 @@ def has_other_forward(module: nn.Module) -> bool:
     return found is not None and not own
 
 
+def definer(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a class's forward comes from."""
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
+
+
 def has_replaced_forward(kind: type[nn.Module]) -> bool:
     """Whether somebody has put another forward into the class that defines it (``Attention.forward = mine``)."""
-    owner = next(base for base in kind.__mro__ if "forward" in vars(base))
+    owner = definer(kind)
     found = vars(owner)["forward"]
     names = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-    return names != (owner.__module__, f"{owner.__qualname__}.forward")
+    home = getattr(found, "__globals__", {}).get("__name__", "").partition(".")[0]  # functools.wraps copies the names
+    library = home in ("torch", owner.__module__.partition(".")[0])
+    return not library or names != (owner.__module__, f"{owner.__qualname__}.forward")
 
 
 def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from attention_modules.hosts.forwards import has_other_forward
+from attention_modules.hosts.forwards import definer, has_other_forward
 
 # What a weight is read from: float8 is scaled by a number that stands elsewhere.
 READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LINEAR = (  # classes whose forward computes x Wᵀ + b
+    ("torch.nn.modules.linear", "Linear"),
+    ("torch.nn.modules.conv", "Conv1d"),
+    ("torch.nn.modules.conv", "Conv2d"),
+    ("transformers.pytorch_utils", "Conv1D"),
+)
 QUANTIZERS = ("bitsandbytes", "torchao", "optimum", "hqq")  # packages whose Tensors hold codes under a floating dtype
 
 
@@ -108,15 +114,15 @@ def quantized(owner: nn.Module, tensor: str = "weight") -> str | None:
 
 def computes_more(owner: nn.Module, tensor: str = "weight") -> str | None:
     """Why a projection's weight is not all that it multiplies by, if so: a LoRA layer of one's own, say."""
-    kind = next((each for each in (nn.Linear, nn.Conv2d) if isinstance(owner, each)), None)
-    ours = type(owner).__module__.partition(".")[0] == "attention_modules"
-    own = kind is not None and not ours and type(owner).forward is not kind.forward
+    kind = definer(type(owner))
+    ours = kind.__module__.partition(".")[0] == "attention_modules"
+    known = ours or (kind.__module__, kind.__name__) in _LINEAR or tensor not in ("weight", "bias")
     # Hooks of accelerate replace the object's forward too, and compute the same.
-    if hasattr(owner, tensor) and not own and (hasattr(owner, "_hf_hook") or not has_other_forward(owner)):
+    if hasattr(owner, tensor) and known and (hasattr(owner, "_hf_hook") or not has_other_forward(owner)):
         return None
     return (
         f"the weights of a projection in {type(owner).__name__} cannot be read, as it has a forward of its own: merge "
-        "what it adds into a plain layer, or leave this layer out"
+        "what it adds into a plain layer (one that adds nothing can do without that forward), or leave this layer out"
     )
 
 

@@ -98,23 +98,30 @@ class ResumableLoader(DataLoader):
         if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
             self._refuse_other_batches(resume)
             self._skip = resume["batches"]
-        self._warn_of_same_epoch()
-        for place, batch in enumerate(super().__iter__(), start=self._skip + 1):
-            self._given = self._order.epoch, place
+        again, given = self._is_same_epoch(), 0
+        for given, batch in enumerate(super().__iter__(), start=1):
+            if again and given == 2:  # who takes one batch only looks at it
+                self._warn_of_same_epoch()
+            self._given = self._order.epoch, self._skip + given
             yield batch
+        if again and given < 2:
+            self._warn_of_same_epoch()
 
     def _warn_of_same_epoch(self) -> None:
+        warnings.warn(
+            f"ResumableLoader: epoch {self._order.epoch} was given whole, and nobody has told the sampler of another: "
+            "its order and draws come once more, as where a loader is cycled beside a longer one; in a loop of your "
+            "own, call loader.sampler.set_epoch(epoch) before each pass",
+            stacklevel=3,
+        )
+
+    def _is_same_epoch(self) -> bool:
         """Lightning tells the sampler each epoch; a loop of one's own must do so."""
         order, number = self._order, len(self)
-        again = self._given == (order.epoch, number) or self._skip >= number > 0
-        if again and isinstance(order, EpochShuffle) and not order.told:
-            warnings.warn(
-                f"ResumableLoader: epoch {order.epoch} was given whole, and nobody has told the sampler of another: "
-                "its order and draws come once more; call loader.sampler.set_epoch(epoch) before each pass",
-                stacklevel=3,
-            )
-        if isinstance(order, EpochShuffle):
-            order.told = False
+        if not isinstance(order, EpochShuffle):
+            return False
+        told, order.told = order.told, False
+        return not told and (self._given == (order.epoch, number) or self._skip >= number > 0)
 
     @property
     def _index_sampler(self) -> Any:

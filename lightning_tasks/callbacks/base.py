@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
@@ -124,6 +125,21 @@ def unfreezes_later(trainer: pl.Trainer) -> bool:
     """Whether a callback of the trainer trains layers later that are frozen at the start (Lightning's finetuning)."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
     return any("BaseFinetuning" in kinds_of(callback) for callback in callbacks)
+
+
+def check_step_hooks(owner: str, optimizers: Iterable[Optimizer]) -> None:
+    """Check that hooks of their steps would be called.
+
+    Raises:
+        ValueError: if an optimizer around others never called ``Optimizer.__init__``, which sees to that.
+    """
+    for optimizer in optimizers:
+        calls = getattr(type(optimizer).step, "hooked", False)
+        if not calls or type(vars(optimizer).get("_optimizer_step_pre_hooks")) is not OrderedDict:
+            raise ValueError(
+                f"{owner} acts before or after a step, and {type(optimizer).__name__}.step() calls no hooks of steps: "
+                "give an optimizer that calls torch.optim.Optimizer.__init__(), or the one inside it"
+            )
 
 
 def held_parameters(optimizers: Iterable[Optimizer]) -> dict[int, nn.Parameter]:

@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_integer, check_number
-from lightning_tasks.callbacks.base import Callback, Where, kinds_of, listed_before, refuse_flat_shards
+from lightning_tasks.callbacks.base import (
+    Callback,
+    Where,
+    check_step_hooks,
+    kinds_of,
+    listed_before,
+    refuse_flat_shards,
+)
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
 from lightning_tasks.training.limits import check_layer_choice
@@ -80,7 +87,7 @@ class QKWeightDecay(_QKControl):
     Raises:
         ValueError: if ``weight_decay`` is no finite number, or negative, or ``fade_steps`` is below 1; when a fit
             starts, if the strategy is FSDP1 or DeepSpeed, no layer matches or its weights cannot be decayed alone, see
-            :func:`qk_entries`.
+            :func:`qk_entries`, or an optimizer calls no hooks of steps.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -103,6 +110,9 @@ class QKWeightDecay(_QKControl):
         self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
         self._ready: set[int] = set()  # optimizers that have gradients for a decay before they step
         self._done: set[int] = set()  # those that have decayed in this step
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        check_step_hooks("QKWeightDecay", trainer.optimizers)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -143,9 +153,6 @@ class QKWeightDecay(_QKControl):
         self._hooks.close()
         self._steps, self._ready, self._done = {}, set(), set()
 
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._forget()
-
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()
 
@@ -154,11 +161,17 @@ class QKWeightDecay(_QKControl):
 
     @torch.no_grad()
     def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        left = 1.0 if self.fade_steps is None else max(0.0, 1 - trainer.global_step / self.fade_steps)
+        left: float | Tensor = 1.0
+        if self.fade_steps is not None:
+            left = max(0.0, 1 - trainer.global_step / self.fade_steps)
+        overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves out steps of a scaler by itself
+        if overflow is not None:
+            left = left * (overflow == 0)
         rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
         for parameter, mask in self._entries:
             if id(parameter) in rates and parameter.requires_grad and parameter.grad is not None:
-                parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * left * mask)
+                share = left.to(parameter.device) if isinstance(left, Tensor) else left
+                parameter.mul_(1 - rates[id(parameter)] * self.weight_decay * share * mask)
 
 
 class FreezeQK(_QKControl):

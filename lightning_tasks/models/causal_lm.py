@@ -15,8 +15,10 @@ import lightning_tasks.models as own_models
 from attention_modules.extras import needed_for
 from attention_modules.hosts.base import PLAN
 from attention_modules.hosts.sdpa.rehearsed import rehearsed
+from attention_modules.hosts.weights import computes_more
 from attention_modules.mechanism import Mechanism
 from attention_modules.pretrained import load_pretrained
+from attention_modules.sharing import SharedValues
 from lightning_tasks.errors import reason
 from lightning_tasks.models.losses import IGNORE_INDEX, chunked_cross_entropy, token_log_probabilities
 from lightning_tasks.training.hparams import Spec, import_object, plain_data
@@ -151,12 +153,12 @@ def check_window(model: Any, num_tokens: int) -> None:
 
 
 def _head(model: Any) -> nn.Linear | None:
-    """The linear map from hidden states to logits, where there is one."""
+    """The linear map from hidden states to logits, where there is one, and its weight and bias are all of it."""
     if hasattr(model, "hidden"):
         head = getattr(model, "head", None)
     else:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return head if isinstance(head, nn.Linear) else None
+    return head if isinstance(head, nn.Linear) and computes_more(head) is None else None
 
 
 def _hidden(model: Any, inputs: Tensor) -> Tensor:
@@ -219,11 +221,13 @@ def _leaves(made: Tensor) -> set[int]:
 def bypassed(model: nn.Module) -> str:
     """What a loss in chunks passes by, as it calls neither the model's forward nor its head's; "" where nothing."""
     whole = getattr(model, "_orig_mod", model)
+    inside = [hook for part in whole.modules() if part is not whole for hook in part._forward_hooks.values()]
+    shared = [held for hook in inside if isinstance(held := getattr(hook, "__self__", None), SharedValues)]
     for name, module in (("model", whole), ("head", _head(whole))):
-        held = (
-            getattr(module, f"_{kind}_hooks", {}) for kind in ("forward", "forward_pre", "backward", "backward_pre")
-        )
-        if any(not getattr(hook, "only_watches", False) for hooks in held for hook in hooks.values()):
+        kinds = ("forward", "forward_pre", "backward", "backward_pre")
+        hooks = [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks", {}).values()]
+        # Of those by which layers share values, a module inside has others.
+        if any(not getattr(hook, "only_watches", getattr(hook, "__self__", None) in shared) for hook in hooks):
             return f"hooks of the {name}"
         if getattr(module, "_compiled_call_impl", None) is not None or whole is not model:
             return f"the compilation of the {name}"

@@ -35,7 +35,10 @@ _LIBRARIES = (
 )
 _SHOWN = ("test", "name", "eps", "severity", "at", "share", "layer", "length", "input")
 _MOST_BYTES = 1 << 32  # of the rows of all runs of a recipe
-_PLAIN = (bool, int, float, str, Tensor, np.ndarray, np.generic)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), range, slice),
+    *(Tensor, torch.dtype, torch.device, np.ndarray, np.generic),
+)
 _BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} to go{postfix}"
 
 Advance = Callable[[float], None]
@@ -177,7 +180,9 @@ def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     try:
-        return all(isinstance(leaf, _PLAIN) for leaf in tree_leaves(value))
+        leaves = tree_leaves(value)
+        parts = (part for leaf in leaves for part in (leaf if isinstance(leaf, (set, frozenset)) else (leaf,)))
+        return all(isinstance(part, _PLAIN) for part in parts)
     except RecursionError:  # of a list that holds itself
         return False
 
@@ -190,6 +195,8 @@ def _text(leaf: Any) -> str:
         else:
             digest.update(repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes())
         return digest.hexdigest()
+    if isinstance(leaf, (set, frozenset)):
+        return repr(sorted(map(_text, leaf)))
     return hex(leaf) if isinstance(leaf, int) else repr(leaf)
 
 

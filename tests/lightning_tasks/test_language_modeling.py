@@ -12,7 +12,7 @@ from torchmetrics.text import Perplexity
 from attention_modules import AttentionMechanism, RPCAttention, swap_attention
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
-from lightning_tasks.models.causal_lm import has_plain_head, log_probabilities, position_limit
+from lightning_tasks.models.causal_lm import bypassed, has_plain_head, log_probabilities, position_limit
 from tests.lightning_tasks.demo import DemoText
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer, windows
 from tests.rows import each_row
@@ -230,6 +230,34 @@ def test_what_acts_beside_the_head_later_keeps_logits_whole(kind, chunks):
     module = built(model=functools.partial(Later, kind=kind))
     assert module._tokens_at_once == (256 if chunks else None)
     assert module.model.training
+
+
+class Readout(nn.Linear):
+    """Of maximal update parametrization."""
+
+    def forward(self, x):
+        return nn.Linear.forward(self, 4 * x)
+
+
+def test_a_head_with_a_forward_of_its_own_keeps_logits_whole():
+    (inputs, targets), model = windows(2, 0), Later(VOCAB)
+    model.head = Readout(8, VOCAB)
+    assert not has_plain_head(model)
+    module = built(model=Later)
+    module.model.head.forward = functools.partial(Readout.forward, module.model.head)
+    expected = functional.cross_entropy(module.model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(module._loss(inputs, targets)[0], expected)
+
+
+def test_layers_that_share_values_do_so_in_chunks_too():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(**LLAMA | {"num_hidden_layers": 2}, vocab_size=VOCAB)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    swap_attention(model, "value_residual")
+    assert bypassed(model) == ""
+    assert has_plain_head(model)
+    model.register_forward_hook(lambda module, args, out: None)
+    assert bypassed(model) == "hooks of the model"
 
 
 def test_the_trial_of_a_head_seeds_no_device_and_moves_no_draws(monkeypatch):

@@ -9,7 +9,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ProxyTypes
@@ -106,10 +106,18 @@ def _own(value: Any, known: dict[int, Any], most: float) -> Any:
         return known[id(value)]
     own = value
     if isinstance(value, (dict, list, set, deque)):
-        own = known[id(value)] = copy.copy(value)
-        if isinstance(own, (dict, list)):
-            for key, part in own.items() if isinstance(own, dict) else enumerate(own):
-                own[key] = _own(part, known, most)
+        with suppress(Exception):  # of a frozen one, which takes no values
+            own = copy.copy(value)
+        known[id(value)] = own
+        if own is value:
+            return own
+        if isinstance(own, dict):
+            for key, part in [*own.items()]:
+                dict.__setitem__(own, key, _own(part, known, most))
+        elif isinstance(own, list):
+            own[:] = [_own(part, known, most) for part in own]
+    elif type(value) is tuple:
+        own = known[id(value)] = tuple(_own(part, known, most) for part in value)
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:
         own = known[id(value)] = value.clone()
     return own

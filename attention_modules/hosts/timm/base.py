@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host, Swapped, has_hooks
-from attention_modules.hosts.forwards import has_other_forward, has_replaced_forward
+from attention_modules.hosts.forwards import definer, has_other_forward, has_replaced_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import JOINT, Projections, Widths
 from attention_modules.hosts.query import QueryPart
@@ -89,15 +89,13 @@ class TimmHost(Host):
 
     def understands(self, module: nn.Module) -> bool:
         kind = type(module)
-        if has_other_forward(module) or self._named(kind) is None or has_replaced_forward(kind):
-            return False
-        return self._is(_definer(kind)) and self.unsuitable(module) is None
+        return self._named(kind) is not None and self.near_miss(module) is None
 
     def near_miss(self, module: nn.Module) -> str | None:
         kind = type(module)
         if self._named(kind) is None:
             return None
-        if has_other_forward(module) or has_replaced_forward(kind) or not self._is(_definer(kind)):
+        if has_other_forward(module) or has_replaced_forward(kind) or not self._is(definer(kind)):
             return f"unsupported subclass: {kind.__name__} is a {self.name} with a forward of its own"
         return self.unsuitable(module)
 
@@ -195,11 +193,6 @@ def _positions(model: Any) -> int | None:
     if table is None or table.dim() != 3 or not known:
         return None
     return table.shape[1] + (model.num_prefix_tokens if getattr(model, "no_embed_class", False) else 0)
-
-
-def _definer(kind: type) -> type:
-    """The class that a layer's forward comes from."""
-    return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
 def _dropouts(layer: Any) -> list[str]:

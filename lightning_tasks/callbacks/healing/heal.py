@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from attention_modules import AttentionMechanism
 from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares
 from attention_modules.hosts.base import acting_mechanism
-from lightning_tasks.callbacks.base import is_strategy
+from lightning_tasks.callbacks.base import check_step_hooks, is_strategy
 from lightning_tasks.callbacks.healing.anneal import Anneal
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.healing.stages import OF_LAYERS, Stage, stage_at, stages_of
@@ -128,6 +128,7 @@ class Heal(DriftMonitor):
         self._stop()
         self._trainable = {name: one for name, one in pl_module.named_parameters() if one.requires_grad}
         self._check_optimizers(trainer, pl_module)
+        check_step_hooks("Heal", trainer.optimizers)
         self._undo.callback(self._keep_teacher_apart, pl_module)
         for parameter in self._trainable.values():
             self._undo.callback(parameter.requires_grad_, True)

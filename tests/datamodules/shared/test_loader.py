@@ -56,6 +56,7 @@ def test_a_loop_that_tells_no_epoch_hears_that_one_is_given_again():
         assert batches(resumed) == []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert next(iter(loader)).tolist() == first[0]  # a look at a batch
         loader.sampler.set_epoch(0)
         assert batches(loader) == first
         loader.sampler.set_epoch(1)

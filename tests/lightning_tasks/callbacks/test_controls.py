@@ -1,3 +1,5 @@
+from collections import OrderedDict
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -239,6 +241,35 @@ def test_a_step_that_a_gradient_scaler_leaves_out_decays_nothing():
     assert factor(module, scaled) == pytest.approx(0.95, abs=1e-4)
 
 
+def test_a_step_that_a_fused_optimizer_leaves_out_decays_nothing():
+    for size, left in ((1e36, 1.0), (1e-9, 0.95)):
+        scaled = MixedPrecision(
+            "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**16 if left == 1 else 1.0)
+        )
+        module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1, fused=True), size=size)
+        assert factor(module, scaled) == pytest.approx(left, abs=1e-4)
+
+
+@pytest.mark.parametrize("hooks", [None, {}, OrderedDict()])
+@pytest.mark.parametrize("callback", [QKWeightDecay(0.5), QKClip(1.0)])
+def test_an_optimizer_whose_steps_call_no_hooks_is_refused(callback, hooks):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inside):
+            self.param_groups, self.state, self.defaults, self.inside = inside.param_groups, {}, {}, inside
+            if hooks is not None:
+                self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = hooks
+
+        def step(self, closure=None):
+            return self.inside.step(closure)
+
+    module = Network(lambda parameters: Around(torch.optim.SGD(parameters, 0.1)))
+    before = module.layer.in_proj_weight.detach().clone()
+    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"Around\.step\(\) calls no hooks of steps: give an optimizer that calls"):
+        run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
+    assert torch.equal(module.layer.in_proj_weight, before)
+
+
 class Adapted(nn.Linear):
     """LoRA of one's own."""
 
@@ -254,13 +285,28 @@ def replace_class(attention):
     attention.qkv = Adapted(attention.qkv)
 
 
+class Beside(nn.Module):
+    """The same that is no nn.Linear, as torchtune's."""
+
+    def __init__(self, plain):
+        super().__init__()
+        self.weight, self.bias, self.adapted = plain.weight, plain.bias, Adapted(plain)
+
+    def forward(self, x):
+        return self.adapted(x)
+
+
+def replace_by_another_class(attention):
+    attention.qkv = Beside(attention.qkv)
+
+
 def replace_forward(attention):
     """As LoRA does that leaves the layer where it is."""
     plain, more = attention.qkv.forward, nn.Linear(DIM, 3 * DIM)
     attention.qkv.forward = lambda x: plain(x) + more(x)
 
 
-@pytest.mark.parametrize("adapt", [replace_class, replace_forward])
+@pytest.mark.parametrize("adapt", [replace_class, replace_by_another_class, replace_forward])
 @pytest.mark.parametrize("control", [FreezeQK, lambda: QKWeightDecay(0.1), lambda: LocAteR(0.1), lambda: QKClip(1.0)])
 def test_weights_that_a_forward_of_one_s_own_adds_to_are_refused(control, adapt, tmp_path):
     module = before()

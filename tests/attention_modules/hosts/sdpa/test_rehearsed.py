@@ -3,7 +3,7 @@
 import random
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 from unittest.mock import MagicMock
@@ -87,6 +87,32 @@ def test_a_module_that_only_an_attribute_holds_is_rehearsed_too() -> None:
     assert not hasattr(hidden[1], "other")
 
 
+class Frozen(dict[str, int]):
+    """As the configurations of libraries are."""
+
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("it is frozen")
+
+    def __reduce__(self) -> Any:
+        return Frozen, (), None, None, iter(self.items())  # filled by what it refuses
+
+
+def test_what_is_held_in_tuples_stays_and_what_is_frozen_is_no_obstacle() -> None:
+    class Counts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state, self.config = (torch.zeros(1), [0]), Frozen(a=1)
+
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            self.state[0].add_(1)
+            self.state[1][0] += self.config["a"]
+            return super().forward(x)
+
+    model = nn.Sequential(Counts())
+    swap_attention(model, "softmax", example=torch.randn(4, 6, 16))
+    assert model[0].state == (torch.zeros(1), [0])
+
+
 def test_draws_of_python_and_numpy_stay_where_they_were() -> None:
     class Draws(Layer):
         def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -140,12 +166,12 @@ def test_a_layer_that_the_example_does_not_call_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [timm.layers.attention.Attention, nn.MultiheadAttention])
-@pytest.mark.parametrize("given", [lambda self, *inputs: inputs[0], partial(print)])
+@pytest.mark.parametrize("given", [lambda self, *inputs: inputs[0], partial(print), wraps])
 def test_a_class_whose_forward_somebody_replaced_is_refused(
     kind: type[nn.Module], given: Any, monkeypatch: Any
 ) -> None:
     layer = kind(16, 2)
-    monkeypatch.setattr(kind, "forward", given)
+    monkeypatch.setattr(kind, "forward", wraps(kind.forward)(lambda *inputs: inputs[1]) if given is wraps else given)
     with pytest.raises(AttentionSwapError, match="a forward of its own"):
         swap_attention(nn.Sequential(layer), "softmax")
 

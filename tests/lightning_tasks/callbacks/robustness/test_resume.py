@@ -237,6 +237,7 @@ class Shifted(TinyClassifier):
         *(0.25, (0.25, 0.5), [0.25], {"red": 0.25}, torch.tensor([0.25]), np.array([0.25]), [torch.ones(2).bool()]),
         *(np.array(["cat", "dog"]), np.array([1.0, 2.0])[::-1], np.array([None, 1]), np.array([1.0], dtype=">f8")),
         *(torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr(), torch.ones(2, device="meta"), np.str_("it")),
+        *({"scale": None, "window": 3}, {1, 2}, [frozenset("ab")], torch.float16, slice(3), range(4), 2j, None),
     ],
 )
 def test_rows_of_another_forward_pass_are_not_used(shift):
