@@ -29,6 +29,24 @@ def without_causal_bias(attn_mask: Tensor | None, is_causal: bool, q: Tensor) ->
     return attn_mask._materialize(q.device), is_causal
 
 
+def seen_tokens(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Which tokens of self-attention some row sees by the mask, boolean ``[B, N]``; None where it says nothing of them.
+
+    What the others attend to (padding, say) reaches nobody.
+
+    Args:
+        attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``.
+        q: queries ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``.
+    """
+    if attn_mask is None or not q.shape[-2] == k.shape[-2] == attn_mask.shape[-1]:
+        return None
+    if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, len(q)):
+        return None
+    mask = attn_mask.detach().reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+    return visible(mask).flatten(1, 2).any(1).expand(len(q), -1)
+
+
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     """Check that a mask is boolean or floating and broadcasts to ``[B, H, N, M]``.
 

@@ -24,6 +24,7 @@ def acting_sums(
     statistics: Sequence[Statistic] = STATISTICS,
     sink_rows: int | None = None,
     every_row: bool = False,
+    counting: Tensor | None = None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     """What :func:`.attention_row_sums` and :func:`.sink_shares` give, of the map that mixes the values.
 
@@ -42,6 +43,7 @@ def acting_sums(
         statistics: which.
         sink_rows: how many rows are looked at for a sink, at most; 0 for all, None for no sink.
         every_row: look at all rows of any map, whatever it costs.
+        counting: which rows count, boolean ``[B, N]``, as :func:`attention_modules.masks.seen_tokens`; all where None.
 
     Returns:
         By name, the sum over rows and their number, ``[B, H]`` each; and the share that each key takes, ``[B, H, M]``.
@@ -54,22 +56,24 @@ def acting_sums(
         attn_mask = attn_mask[..., : acting.shape[3]]
     with without_autocast(acting.device):
         if isinstance(acting, FactorMap):
-            return _of_factors(acting, statistics, sink_rows)
+            return _of_factors(acting, statistics, sink_rows, counting)
         rows = None if every_row else acting.some_rows()
-        return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows)
+        return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows, counting)
 
 
 def _of_factors(
-    acting: FactorMap, statistics: Sequence[Statistic], sink_rows: int | None
+    acting: FactorMap, statistics: Sequence[Statistic], sink_rows: int | None, counting: Tensor | None
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     of = acting.normalized()
     given: dict[str, Any] = {"attn_mask": of.attn_mask, "is_causal": of.is_causal, "scale": of.scale}
     rows, counts = row_values(of.q, of.k, **given, statistics=statistics)
+    if counting is not None:
+        counts = counts * counting[:, None]
     if not acting.is_plain and "largest_probability" in rows:
         rows["largest_probability"] = rows["largest_probability"] * _mass(acting, of)
     sink = None
     if sink_rows is not None:
-        sink = sink_shares(of.q, of.k, **given, max_rows=sink_rows or None)
+        sink = sink_shares(of.q, of.k, **given, max_rows=sink_rows or None, counting=counting)
     return sums_over_rows(rows, counts, statistics), sink
 
 
@@ -103,6 +107,7 @@ def _of_blocks(
     is_causal: bool,
     statistics: Sequence[Statistic],
     sink_rows: int | None,
+    counting: Tensor | None,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
     batch, heads, number, columns = acting.shape
     device = acting.device
@@ -110,6 +115,9 @@ def _of_blocks(
     total, logs, squares, largest = torch.zeros(4, batch, heads, number, device=device)
     kept = _kept_rows((batch, heads, number, columns), sink_rows, device)
     mass = torch.zeros(batch, heads, columns, device=device)
+    if counting is None:
+        counting = torch.ones(1, acting.shape[2], dtype=torch.bool, device=device)
+    valid = (counting if chosen is None else counting[:, chosen])[:, None]
     some: Tensor | None = None  # rows of the map that are kept where columns come one after the other
     for rows, where, part in acting.blocks(chosen):
         size = part.abs().float()
@@ -121,11 +129,12 @@ def _of_blocks(
         if "largest_probability" in statistics:
             largest[..., rows] = torch.maximum(largest[..., rows], size.amax(-1))
         if sink_rows is not None and where == slice(0, columns):
-            mass += (size / total[..., rows, None].masked_fill(total[..., rows, None] == 0, 1.0)).sum(-2)
+            whole = total[..., rows, None].masked_fill(total[..., rows, None] == 0, 1.0)
+            mass += (size / whole).masked_fill(~valid[..., rows, None], 0.0).sum(-2)
         elif sink_rows is not None:
             some = size.new_zeros(batch, heads, len(kept), columns) if some is None else some
             some[..., where] = size[:, :, kept]
-    used = total != 0  # NaN is
+    used = (total != 0) & valid  # NaN is
     whole = total.masked_fill(~used, 1.0)
     found = {
         "entropy": whole.log() - logs / whole,
@@ -135,7 +144,7 @@ def _of_blocks(
     sink = None
     if sink_rows is not None:
         counted = used if some is None else used[..., kept]
-        mass = mass if some is None else (some / whole[..., kept, None]).sum(-2)
+        mass = mass if some is None else (some / whole[..., kept, None]).masked_fill(~counted[..., None], 0.0).sum(-2)
         sink = mass / counted.sum(-1, keepdim=True)
     counts = _seen(acting.shape, attn_mask, is_causal, device)[:, :heads]
     counts = counts.expand(-1, -1, acting.shape[2])

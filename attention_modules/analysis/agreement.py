@@ -40,7 +40,8 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
 def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Which tokens count by the ``attention_mask`` ``[B, N]`` of a call, boolean; None where it has no such mask.
 
-    Of an encoder-decoder model all count: the mask is of one of its sequences alone.
+    Of an encoder-decoder model all count: the mask is of one of its sequences alone. Where a model of sound makes
+    frames of samples, it is asked which frames count.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
@@ -49,7 +50,11 @@ def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except TypeError:  # the call itself will say what it does not take
         given = dict(kwargs)
     mask = given.get("attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    if (of_frames := getattr(model, "_get_feature_vector_attention_mask", None)) is not None:
+        mask = of_frames(int(model._get_feat_extract_output_lengths(mask.shape[1])), mask)  # type: ignore[operator]
+    return mask.bool()
 
 
 def wide(values: Tensor) -> Tensor:
@@ -99,8 +104,8 @@ def same_class(given: Tensor, wanted: Tensor) -> Tensor:
 
 
 def classes_last(logits: Tensor) -> Tensor:
-    """Logits with their classes in the last dimension, where those of images ``[B, C, H, W]`` are not."""
-    return logits.movedim(1, -1) if logits.ndim == 4 else logits
+    """Logits with their classes in the last dimension, where those of images ``[B, C, H, W]`` and volumes are not."""
+    return logits.movedim(1, -1) if logits.ndim > 3 else logits
 
 
 @dataclass(frozen=True)
@@ -144,7 +149,7 @@ class AgreementSums:
         self._positions = 0
 
     def add(self, given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> None:
-        """Take in outputs of a batch, ``[B, N, C]``, ``[B, C]`` or ``[B, C, H, W]``.
+        """Take in outputs of a batch, ``[B, N, C]``, ``[B, C]``, ``[B, C, H, W]`` or ``[B, C, D, H, W]``.
 
         Raises:
             ValueError: if their shapes differ.

@@ -25,6 +25,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import Selector
 from attention_modules.hosts.trained import forget_made
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import Mechanism
 from attention_modules.mechanisms.shared.acting import NoMapError
 from attention_modules.mechanisms.shared.probe import acting_map
@@ -43,7 +44,7 @@ class LayerDrift:
     Args:
         layer: its name.
         relative_error: ‖after - before‖ / ‖before‖ of the layer's output on the inputs that it had before.
-        entropy_before: of its attention in nats, mean over the rows that see a key (of padding, too), heads and
+        entropy_before: of its attention in nats, mean over the rows that see a key (of padding none), heads and
             samples; of a swapped layer as ``entropy_after``.
         entropy_after: with the mechanism, of its own map (:func:`attnswap.attention_maps`); NaN where it has none.
         output: how far the model's output is when this layer alone is swapped.
@@ -281,9 +282,10 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
     def observe(into: _Sums) -> Callable[..., None]:
         def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
+            counting = seen_tokens(kwargs.get("attn_mask"), *args[:2])
             try:
                 acting = acting_map(mechanism, *args, **kwargs)
-                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, **given)
+                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=counting, **given)
             except NoMapError:
                 return
             into.add(*sums["entropy"])

@@ -258,8 +258,12 @@ def sink_shares(
     is_causal: bool = False,
     scale: float | None = None,
     max_rows: int | None = None,
+    counting: Tensor | None = None,
 ) -> Tensor:
-    """The share of all rows' attention that each key takes, ``[B, H, M]``; arguments as :func:`attention_sink`."""
+    """The share of all rows' attention that each key takes, ``[B, H, M]``; arguments as :func:`attention_sink`.
+
+    ``counting``: which rows count, boolean ``[B, N]``; all where None.
+    """
     _check(q, k, attn_mask, STATISTICS)
     number, columns = q.shape[2], k.shape[2]
     kept = torch.arange(number, device=q.device)
@@ -273,6 +277,9 @@ def sink_shares(
         if is_causal:
             past = torch.arange(columns, device=q.device) <= kept[:, None]
             visible = past.view(1, 1, *past.shape) if visible is None else visible & past
+        if counting is not None:
+            rows_seen = counting[:, None, kept, None]
+            visible = rows_seen.expand(-1, -1, -1, columns) if visible is None else visible & rows_seen
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         attention = ChunkedLogits(q[:, :, kept].float(), k.float(), visible, bias, False, scale)
         mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)

@@ -19,6 +19,7 @@ def diversification_loss(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    counting: Tensor | None = None,
 ) -> Tensor:
     """The mean cosine between each row of the mean map over heads and the mean row (Guo et al., ICCV 2023).
 
@@ -34,6 +35,7 @@ def diversification_loss(
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         scale: factor on the logits, 1/sqrt(d) where None.
+        counting: which rows count, boolean ``[B, N]``; all where None.
 
     Returns:
         A scalar of at least float32, from 0 to 1: 1 where all rows attend alike. 0 where no row sees a key.
@@ -60,6 +62,8 @@ def diversification_loss(
         for first in range(0, q.shape[-2], CHUNK):
             rows = q[..., first : first + CHUNK, :]
             mask, seen = _masks(attn_mask, is_causal, first, rows, k)
+            if counting is not None:
+                seen = seen & counting[:, None, first : first + CHUNK, None]
             counts.append(seen.any(1).sum(-1).expand(len(q), rows.shape[-2]))
             parts.append(recomputed(_mean_over_heads, rows, k, mask, seen))
         return _mean_cosine(torch.cat(parts, 1), torch.cat(counts, 1), threshold)

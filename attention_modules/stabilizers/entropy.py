@@ -134,6 +134,7 @@ def entropy_penalty(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
+    counting: Tensor | None = None,
 ) -> Tensor:
     """Σ over heads of the mean over samples of max(0, floor - h)², or of (h - target)².
 
@@ -146,6 +147,7 @@ def entropy_penalty(
         target: what h should be.
         max_rows: more rows than these are looked at in so many that lie evenly from the first to the last; one is the
             last.
+        counting: which rows count, boolean ``[B, N]``; all where None.
 
     Returns:
         A scalar; 0 where no row sees two keys.
@@ -170,6 +172,7 @@ def entropy_penalty(
     if max_rows is not None and number > max_rows:
         kept = _some_rows(number, max_rows, q.device)
         q = q.index_select(-2, kept)
+        counting = None if counting is None else counting[:, kept]
         if is_causal:
             attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)
             is_causal = False
@@ -178,7 +181,7 @@ def entropy_penalty(
     seen = None if attn_mask is None else visible(attn_mask)
     count = ChunkedLogits(q, k, seen, None, is_causal, 1.0).visible_counts().expand(q.shape[:-1])
     rows = row_entropy(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
-    several = count >= 2
+    several = count >= 2 if counting is None else (count >= 2) & counting[:, None]
     rows = torch.where(several, rows / count.clamp(min=2).to(rows.dtype).log(), 0.0)
     normalized = rows.sum(-1) / several.sum(-1).clamp(min=1)
     miss = normalized - target if target is not None else F.relu(floor - normalized)  # type: ignore[operator]

@@ -14,7 +14,7 @@ from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.analysis import STATISTICS, Statistic, sink_features, token_similarity
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.hosts import AttentionLayer
-from attention_modules.masks import visible
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
 from attention_modules.mechanisms.shared.probe import acting_map
 from lightning_tasks.callbacks.base import Where
@@ -54,9 +54,9 @@ class AttentionMonitor(MechanismObserver):
     Names are ``attention/entropy/layer_00`` and ``attention/entropy/mean``, likewise ``normalised_entropy``,
     ``effective_support`` (the effective number of tokens) and ``largest_probability``; during validation and test they
     start with ``val/`` and ``test/``. Each row of attention that sees a key (for ``normalised_entropy``: two keys)
-    counts once, over samples, heads and batches, whatever the padding; in ``mean`` each row of any layer does, so that
-    it is the mean of the layers where they see equally many rows, and those that see more weigh more (a windowed
-    model's early stages). Where a model holds several networks, each has a mean of its own:
+    counts once, over samples, heads and batches, but those of tokens that no row sees (padding); in ``mean`` each row
+    of any layer does, so that it is the mean of the layers where they see equally many rows, and those that see more
+    weigh more (a windowed model's early stages). Where a model holds several networks, each has a mean of its own:
     ``attention/student/entropy/mean``.
     Definitions: :func:`attention_modules.analysis.attention_statistics`, of the map by which the mechanism mixes the
     values (:func:`attnswap.attention_maps`). Where its rows do not sum to 1 (``sigmoid``, ``sink``) or have negative
@@ -309,10 +309,10 @@ class AttentionMonitor(MechanismObserver):
             return
         query, key = args[:2]
         query = query if mechanism.uses_query else key
-        mask = kwargs.get("attn_mask")
+        seen = seen_tokens(kwargs.get("attn_mask"), query, key)
         bad = ~query.isfinite(), ~key.isfinite()
         finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)
-        sums, shares = self._of_map(name, mechanism, args, kwargs)
+        sums, shares = self._of_map(name, mechanism, args, kwargs, seen)
         tokens = _batch_first(self._tokens.pop(index, None), query)
         if shares is not None:
             sums["sink"] = _known(shares.amax(-1), finite.unsqueeze(1))
@@ -321,7 +321,8 @@ class AttentionMonitor(MechanismObserver):
             sums |= {name: _known(values, known) for name, values in sink_features(tokens, shares).items()}
         if tokens is not None:
             known = tokens.isfinite().flatten(1).all(1)
-            sums["token_similarity"] = _known(token_similarity(tokens, _seen(mask, tokens)), known)
+            fits = seen is not None and seen.shape == tokens.shape[:2]
+            sums["token_similarity"] = _known(token_similarity(tokens, seen if fits else None), known)
         count = torch.stack([each.sum() for each in bad]).sum().float()
         sums[NOT_FINITE.statistic] = count, torch.ones_like(count)
         self._observed[index].append(
@@ -332,7 +333,12 @@ class AttentionMonitor(MechanismObserver):
         )
 
     def _of_map(
-        self, name: str, mechanism: AttentionMechanism, args: tuple[Tensor, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        mechanism: AttentionMechanism,
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Any],
+        seen: Tensor | None,
     ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor | None]:
         """Sums over the rows of the map that acts, and what each key takes; nothing where there is none."""
         try:
@@ -342,6 +348,7 @@ class AttentionMonitor(MechanismObserver):
                 is_causal=kwargs.get("is_causal", False),
                 statistics=[of_rows for of_rows in STATISTICS if of_rows in self._computed],
                 sink_rows=SINK_ROWS if args[1].shape[2] >= FEWEST_KEYS else None,
+                counting=seen,
             )
         except NoMapError as error:
             warn_of_no_map(self, name, mechanism, error, self._told)
@@ -424,16 +431,6 @@ def _batch_first(tokens: Tensor | None, query: Tensor) -> Tensor | None:
     if tokens is not None and tokens.shape[:2] == (number, batch) != (batch, number):
         return tokens.transpose(0, 1)
     return tokens
-
-
-def _seen(attn_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Which tokens ``[B, N]`` some row sees by the mask, of self-attention; None where it does not say of tokens."""
-    if attn_mask is None or attn_mask.shape[-1] != tokens.shape[1]:
-        return None
-    if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, tokens.shape[0]):
-        return None
-    mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-    return visible(mask).flatten(1, 2).any(1).expand(tokens.shape[:2])
 
 
 _Name = TypeVar("_Name", bound=str)

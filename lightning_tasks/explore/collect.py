@@ -17,6 +17,7 @@ from attention_modules.analysis import attention_maps, largest_logit
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.analysis.model_maps import Inputs, Layers, see_calls, stack_of
 from attention_modules.hosts import AttentionLayer
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import short_name
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from lightning_tasks.errors import UsageError
@@ -92,7 +93,10 @@ def _seen(shown: Shown, layers: Layers | None) -> list[dict[str, Any]]:
     def take(layer: AttentionLayer, _: int, mechanism: Any, args: tuple[Tensor, ...], given: dict[str, Any]) -> None:
         acting = acting_map(mechanism, *args, **given)
         mask = {"attn_mask": given.get("attn_mask"), "is_causal": given.get("is_causal", False)}
-        sums, shares = acting_sums(acting, **mask, statistics=["entropy"], sink_rows=0, every_row=True)
+        counting = None if layer.number is None else seen_tokens(mask["attn_mask"], *args[:2])
+        sums, shares = acting_sums(
+            acting, **mask, statistics=["entropy"], sink_rows=0, every_row=True, counting=counting
+        )
         total, rows = sums["entropy"]
         statistics = {"entropy": total / rows, "sink": None if shares is None else shares.amax(-1), "logit": None}
         samples, heads, queries, keys = acting.shape

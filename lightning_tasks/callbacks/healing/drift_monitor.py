@@ -30,6 +30,7 @@ from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, as_it_is,
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
+from lightning_tasks.files.swaps import saved_plans
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.eager import eager
@@ -61,7 +62,7 @@ class DriftMonitor(Callback):
     Raises:
         ValueError: when a trainer starts, if nothing is swapped, ``network`` does not hold all swapped layers or is
             never called (as a ``ModuleList``), there is a second such callback, or the strategy is FSDP1 or DeepSpeed;
-            on resuming, if the teacher is another one than the checkpoint's.
+            on resuming, if the teacher is another one than the checkpoint's, or the checkpoint tells of no swap.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -81,17 +82,44 @@ class DriftMonitor(Callback):
         self._sums = EpochSums()
         self._resumed: str | None = None
         self._told = False  # of layers without a map
+        self._is_new = False  # whether the teacher was kept for the run that begins
 
     def state_dict(self) -> dict[str, Any]:
         return {"teacher": self.teacher.digest if self.teacher else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved = state_dict["teacher"]
+        self._is_new = False
         if self.teacher is not None and saved not in (None, self.teacher.digest):
             raise ValueError(
                 f"{type(self).__name__}: the checkpoint was made beside another teacher: the module that is built now "
                 "has other weights, before the checkpoint's are loaded, than it had then; build it with the same "
                 "pretrained weights and seed, and give --init_from again where the run began with it"
+            )
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        names = checkpoint.get("state_dict", {})
+        swapped = saved_plans(checkpoint) or any("mechanism" in name.split(".") for name in names)
+        if self._is_new and swapped and self.state_key not in checkpoint["callbacks"]:
+            self._is_new = False
+            rank_zero_warn(
+                f"{type(self).__name__}: the checkpoint was made without it, so that the teacher is the module as it "
+                "is built now, before the checkpoint's weights are loaded"
+            )
+
+    def _refuse_later_weights(self, trainer: pl.Trainer) -> None:
+        """Refuse plain weights that came from a checkpoint when the teacher was kept already.
+
+        Raises:
+            ValueError: if a checkpoint was loaded that tells neither of a swap nor of a teacher.
+        """
+        if self._is_new and trainer.ckpt_path is not None:
+            raise ValueError(
+                f"{type(self).__name__} compares with the model as it was when it was swapped, and the weights of "
+                f"{str(trainer.ckpt_path)!r}, which tells of no swap, were loaded later: load them before the swap "
+                "(InitFromCheckpoint before SwapAttention, --init_from), without ckpt_path"
             )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -100,7 +128,7 @@ class DriftMonitor(Callback):
         self._forget()
         self._sums = EpochSums()
         if stage in ("fit", "validate") and (self._module is None or self._module() is not pl_module):
-            self.teacher = None
+            self.teacher, self._is_new = None, True
             after_configure_model(pl_module, self, self._keep_teacher)
 
     def _keep_teacher(self, pl_module: pl.LightningModule) -> None:
@@ -133,9 +161,13 @@ class DriftMonitor(Callback):
         self._check_teacher(pl_module)
         warn_without_validation(trainer, self)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refuse_later_weights(trainer)  # here, as some strategies restore a checkpoint behind on_fit_start
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._check_teacher(pl_module)
+            self._refuse_later_weights(trainer)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -223,6 +255,7 @@ class DriftMonitor(Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._forget()
+        self._is_new = False
         forget_actions(pl_module, self)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -125,6 +125,7 @@ class Heal(DriftMonitor):
         return len(self.stages) > 1 or (self.stages[0].match, self.stages[0].train) != ("task", "all")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
         self._stop()
         self._trainable = {name: one for name, one in pl_module.named_parameters() if one.requires_grad}
         self._check_optimizers(trainer, pl_module)
@@ -272,7 +273,7 @@ class Heal(DriftMonitor):
                 self._lessons[-1] = self._lessons[-1][0], output_of(output)[0].clone()
 
         def compare(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            share = _share(*self._lessons[0][0].compare(name, output))
+            share = _share(*self._lessons[0][0].compare(name, module, output))
             if not self._in_backward:
                 self._squares.append(share)
 

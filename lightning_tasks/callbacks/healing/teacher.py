@@ -122,7 +122,7 @@ class Teacher:
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: Any) -> None:
-                outputs.setdefault(name, output_of(output)[0].clone())  # the network may change it in place
+                outputs.setdefault(name, _samples_first(module, output).clone())  # the network may change it in place
 
             return hook
 
@@ -148,6 +148,12 @@ def as_it_is(values: Any) -> Any:
         return own[key]
 
     return tree_map_only(Tensor, kept, values)
+
+
+def _samples_first(layer: nn.Module, output: Any) -> Tensor:
+    """A layer's output, ``[B, N, C]`` also where the layer gives ``[N, B, C]``."""
+    found = output_of(output)[0]
+    return found.transpose(0, 1) if found.ndim == 3 and not getattr(layer, "batch_first", True) else found
 
 
 class Lesson:
@@ -197,9 +203,9 @@ class Lesson:
 
         return hook
 
-    def compare(self, name: str, output: Any) -> tuple[Tensor, Tensor]:
+    def compare(self, name: str, layer: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
         """The squares of error and size of a student's layer's output, of each sample."""
-        return relative_squares(output_of(output)[0], self.outputs[name], self.valid)
+        return relative_squares(_samples_first(layer, output), self.outputs[name], self.valid)
 
     def compare_map(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
         """The squares of difference and size of a student's layer's map, of each sample.
@@ -234,7 +240,7 @@ class Lesson:
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: Any) -> None:
-                compared.setdefault(name, self.compare(name, output))
+                compared.setdefault(name, self.compare(name, module, output))
 
             return hook
 

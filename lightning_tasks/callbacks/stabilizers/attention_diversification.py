@@ -18,7 +18,8 @@ class AttentionDiversification(MapPenalty):
 
     Of each layer's attention map, averaged over heads, it is the mean cosine between a row and the mean row, after what
     is at most ``threshold`` times uniform attention became 0 (:func:`.diversification_loss`), of the map that acts
-    where it is softmax of some queries and keys, its rows over their sums. It works against tokens that all attend to
+    where it is softmax of some queries and keys, its rows over their sums. Rows of tokens that no row sees (padding) do
+    not count. It works against tokens that all attend to
     the same few. The gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling
     and DDP treat it as the loss's own; the loss that is logged does not hold it.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.kernels import has_autocast
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.acting import FactorMap
 from attention_modules.mechanisms.shared.probe import acting_map, other_parameters
 from lightning_tasks.callbacks.stabilizers.loss_penalty import LossPenalty
@@ -59,6 +60,7 @@ class MapPenalty(LossPenalty, shared=True):
             parts += [each for each in further if each.requires_grad]
         parts = list({id(part): part for part in parts}.values())
         as_now = _autocast_as_now(query.device)
+        counting = seen_tokens(kwargs.get("attn_mask"), query, key)  # rows of padding reach nobody
 
         def penalty(*given: Tensor) -> Tensor:
             now = _by_part(parts, given)
@@ -67,7 +69,7 @@ class MapPenalty(LossPenalty, shared=True):
                 factors = self._factors(index, mechanism, *_exchanged(args, kwargs, now))
             mask = factors.attn_mask
             logits = {"attn_mask": mask, "is_causal": factors.is_causal, "scale": factors.scale}
-            return self._penalty(factors.q, factors.k, logits)
+            return self._penalty(factors.q, factors.k, {**logits, "counting": counting})
 
         attached = self._attach(index, penalty, *parts)
         if attached is None:

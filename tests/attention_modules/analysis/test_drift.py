@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional
 
 from attention_modules import AttentionSwapError, SelfAttention, available_mechanisms, swap_attention
 from attention_modules.analysis import swap_drift
@@ -136,6 +137,8 @@ def test_hidden_tokens_do_not_count():
     for one, other in zip(whole.layers, cut.layers, strict=True):
         assert one.relative_error == pytest.approx(other.relative_error, rel=1e-3)
         assert one.output.cosine == pytest.approx(other.output.cosine, rel=1e-3)
+        for entropy in ("entropy_before", "entropy_after"):
+            assert getattr(one, entropy) == pytest.approx(getattr(other, entropy), rel=1e-3)
     arguments = tuple(padded.values())
     for batches in ([arguments], iter([arguments])):
         assert swap_drift(model, "symmetric", batches).layers == whole.layers
@@ -154,6 +157,28 @@ def test_the_mask_counts_by_place_too_and_not_in_an_encoder_decoder():
     assert counting(model, (ids,), {}) is None
     model.config = SimpleNamespace(is_encoder_decoder=True)
     assert counting(model, (ids, mask), {}) is None
+
+
+@pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "SEW"])
+def test_the_mask_of_samples_is_one_of_frames(kind):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+    mask = torch.arange(4000) < torch.tensor([[4000], [1500]])
+    found = counting(model, (), {"input_values": torch.randn(2, 4000), "attention_mask": mask.long()})
+    frames = [model(torch.randn(1, samples)).last_hidden_state.shape[1] for samples in (4000, 1500)]
+    assert found.shape == (2, frames[0])
+    assert found.sum(1).tolist() == frames
+
+
+@pytest.mark.parametrize("size", [(), (3,), (3, 4), (3, 4, 5)])
+def test_classes_are_the_second_dimension_of_images_and_volumes(size):
+    first, second = torch.randn(2, 2, 6, *size).unbind()
+    sums = AgreementSums(logits=True)
+    sums.add(first.movedim(1, -1), second.movedim(1, -1)) if len(size) == 1 else sums.add(first, second)
+    kl = functional.kl_div(first.log_softmax(1), second.log_softmax(1), log_target=True, reduction="none").sum(1)
+    assert sums.mean().kl == pytest.approx(kl.mean().item(), rel=1e-5)
+    assert sums.mean().same_class == pytest.approx((first.argmax(1) == second.argmax(1)).float().mean().item())
 
 
 def test_what_cannot_be_measured_is_refused(vit, images):

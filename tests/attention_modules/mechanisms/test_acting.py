@@ -14,6 +14,7 @@ from attention_modules import (
     mechanism_class,
 )
 from attention_modules.analysis.acting import acting_sums
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.acting import ChunkedMap, DenseMap, FactorMap, LinearMap, SumMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from attention_modules.testing import Subject
@@ -384,6 +385,27 @@ def test_padding_where_few_rows_are_looked_at():
     torch.testing.assert_close(
         total / rows * torch.tensor([80.0, 40.0]).log().view(2, 1), sums["entropy"][0] / sums["entropy"][1]
     )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in OURS if name != "mom"])  # whose blocks go by position
+def test_rows_of_padding_do_not_count(name):
+    (q, k, v), keys = torch.randn(3, 2, 2, TOKENS, 8, dtype=torch.float64), torch.arange(TOKENS)
+    mask = torch.stack([keys < TOKENS, (keys > 1) & (keys < 6)]).view(2, 1, 1, TOKENS)
+    try:
+        module = build_mechanism(name, SPEC).double()
+        acting = acting_map(module, q, k, v, attn_mask=mask)
+        alone = acting_map(module, *(each[1:, :, 2:6] for each in (q, k, v)))
+    except (NoMapError, TypeError, ValueError):
+        pytest.skip("it has no map, takes no such mask, or asks for more")
+    counting = seen_tokens(mask, q, k)
+    assert counting.tolist() == mask[:, 0, 0].tolist()
+    sums, sink = acting_sums(acting, attn_mask=mask, sink_rows=0, counting=counting)
+    expected, shares = acting_sums(alone, sink_rows=0)
+    for of, (total, rows) in expected.items():
+        torch.testing.assert_close(sums[of][1][1:].expand_as(rows), rows)
+        torch.testing.assert_close(sums[of][0][1:], total, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sink[1:, :, 2:6], shares, rtol=1e-4, atol=1e-4)
 
 
 class Stated(AttentionMechanism):

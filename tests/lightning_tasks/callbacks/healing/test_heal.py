@@ -311,6 +311,30 @@ def test_a_checkpoint_of_another_teacher_is_refused(tmp_path):
         again.fit(other, data(), ckpt_path=tmp_path / "part.ckpt")
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_plain_weights_that_come_later_than_the_teacher_are_refused(by_hand, tmp_path):
+    _, trainer = heal([], None, max_steps=2)
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    for run, file in (("fit", "plain"), ("validate", "plain"), ("validate", "weights")):
+        module = Task()
+        if by_hand:
+            swap_attention(module, "l2")
+        watching = Heal(THREE) if run == "fit" else DriftMonitor()
+        again = pl.Trainer(callbacks=[*([] if by_hand else [SwapAttention("l2")]), watching], max_steps=9, **QUIET)
+        with pytest.raises(ValueError, match="which tells of no swap, were loaded later: load them before the swap"):
+            getattr(again, run)(module, data(), ckpt_path=tmp_path / f"{file}.ckpt")
+
+
+def test_a_checkpoint_of_a_swap_without_a_teacher_is_told_of(tmp_path):
+    _, trainer = heal([], "l2", max_steps=2)
+    trainer.save_checkpoint(tmp_path / "swapped.ckpt")
+    again = pl.Trainer(callbacks=[SwapAttention("l2"), DriftMonitor()], **QUIET)
+    with pytest.warns(UserWarning, match="the teacher is the module as it is built now, before the checkpoint's"):
+        again.validate(Task(), data(), ckpt_path=tmp_path / "swapped.ckpt")
+    again.validate(ckpt_path=tmp_path / "swapped.ckpt", dataloaders=data())  # the same module, whose teacher is known
+
+
 def test_watching_changes_nothing():
     plain, watched = Task(), Task()
     torch.manual_seed(1)
@@ -452,6 +476,24 @@ def test_cross_attention_is_given_the_tokens_that_the_teacher_attended_to():
         got = module.eval().net.get_submodule(cross)(*given, need_weights=False)[0]
     error = (got - wanted).norm() / wanted.norm()
     torch.testing.assert_close(trainer.callback_metrics[f"val/drift/relative_error/{cross}"], error)
+
+
+def test_a_network_whose_tokens_come_first_heals_as_one_whose_samples_do():
+    class TokensFirst(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside = inside
+            for layer in inside.encoder.layers:
+                layer.self_attn.batch_first = False
+
+        def forward(self, x):
+            return self.inside.head(self.inside.encoder(x.transpose(0, 1)).mean(0))
+
+    module = Task()
+    module.net = TokensFirst(module.net)
+    one, _ = heal(Heal([{"match": "layers"}]), max_epochs=2)
+    other, _ = heal(Heal([{"match": "layers"}]), module=module, max_epochs=2)
+    torch.testing.assert_close(weights_of(one), weights_of(other), rtol=1e-5, atol=1e-6)
 
 
 def test_activation_checkpointing_gives_the_same():

@@ -291,6 +291,31 @@ def test_every_row_counts_once_whatever_the_padding():
         assert metrics[f"val/attention/{name}/layer_00"].item() == mean(name, [0, 1, 2, 3])
 
 
+class Padded(LeftPadded):
+    """The same without causality, where rows of padding see the other tokens."""
+
+    def training_step(self, batch, batch_idx):
+        tokens, padding = batch
+        hidden = torch.arange(tokens.shape[1]) < padding[:, None]
+        return self.net["encoder"](self.net["embed"](tokens), src_key_padding_mask=hidden)[~hidden].square().mean()
+
+
+@pytest.mark.parametrize("mechanism", [None, "sigmoid"])
+def test_rows_of_padding_do_not_count(mechanism):
+    tokens, padding, found = batches(1, batch_size=2).dataset.tensors[0], torch.tensor([2, 3]), []
+    alone = [(one[None, pad:], pad[None] * 0) for one, pad in zip(tokens, padding, strict=True)]
+    for given in ([(tokens, padding)], alone):
+        module = Padded(lr=0.0)
+        if mechanism is not None:
+            swap_attention(module, mechanism)
+        metrics = fit(
+            module, [AttentionMonitor()], DataLoader(given, batch_size=None), DataLoader(given, batch_size=None)
+        )
+        found.append({name: float(each) for name, each in metrics.callback_metrics.items() if "val/attention" in name})
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
+    assert len(found[0]) > 10
+
+
 def test_token_similarity_is_that_of_the_layers_input_without_padding():
     tokens = batches(1, batch_size=2).dataset.tensors[0]
     padding = torch.tensor([0, 3])

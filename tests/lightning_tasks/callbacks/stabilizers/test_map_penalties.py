@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 
 from attention_modules.stabilizers.naive import naive_diversification, naive_row_entropy
 from attention_modules.swap import swap_attention
@@ -279,3 +280,28 @@ def test_layers_that_it_cannot_penalize_are_refused():
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         EntropyRegularizer(**options)
+
+
+class Padded(TinyLM):
+    """Whose first tokens are padding, where a batch says so; the penalty alone trains."""
+
+    def training_step(self, batch, batch_idx):
+        tokens, padding = batch
+        hidden = torch.arange(tokens.shape[1]) < padding[:, None]
+        return 0.0 * self.net["encoder"](self.net["embed"](tokens), src_key_padding_mask=hidden).sum()
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: EntropyRegularizer(WEIGHT, floor=FLOOR, max_rows=None),
+        lambda: AttentionDiversification(WEIGHT, threshold=0.5),
+    ],
+)
+def test_rows_of_padding_are_not_penalized(callback):
+    tokens = batches(1, batch_size=1).dataset.tensors[0]
+    alone, padded = Padded(), Padded()
+    fit(alone, [callback()], DataLoader([(tokens[:, 2:], torch.tensor([0]))], batch_size=None))
+    fit(padded, [callback()], DataLoader([(tokens, torch.tensor([2]))], batch_size=None))
+    torch.testing.assert_close(weights_of(padded), weights_of(alone), rtol=1e-4, atol=1e-6)
+    assert not torch.equal(weights_of(alone), weights_of(Padded()))
