@@ -115,9 +115,7 @@ def _of_blocks(
     total, logs, squares, largest = torch.zeros(4, batch, heads, number, device=device)
     kept = _kept_rows((batch, heads, number, columns), sink_rows, device)
     mass = torch.zeros(batch, heads, columns, device=device)
-    if counting is None:
-        counting = torch.ones(1, acting.shape[2], dtype=torch.bool, device=device)
-    valid = (counting if chosen is None else counting[:, chosen])[:, None]
+    hidden = None if counting is None else ~(counting if chosen is None else counting[:, chosen])[:, None]
     some: Tensor | None = None  # rows of the map that are kept where columns come one after the other
     for rows, where, part in acting.blocks(chosen):
         size = part.abs().float()
@@ -129,12 +127,12 @@ def _of_blocks(
         if "largest_probability" in statistics:
             largest[..., rows] = torch.maximum(largest[..., rows], size.amax(-1))
         if sink_rows is not None and where == slice(0, columns):
-            whole = total[..., rows, None].masked_fill(total[..., rows, None] == 0, 1.0)
-            mass += (size / whole).masked_fill(~valid[..., rows, None], 0.0).sum(-2)
+            share = size / total[..., rows, None].masked_fill(total[..., rows, None] == 0, 1.0)
+            mass += (share if hidden is None else share.masked_fill(hidden[..., rows, None], 0.0)).sum(-2)
         elif sink_rows is not None:
             some = size.new_zeros(batch, heads, len(kept), columns) if some is None else some
             some[..., where] = size[:, :, kept]
-    used = (total != 0) & valid  # NaN is
+    used = total != 0 if hidden is None else (total != 0) & ~hidden  # NaN is
     whole = total.masked_fill(~used, 1.0)
     found = {
         "entropy": whole.log() - logs / whole,

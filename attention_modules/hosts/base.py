@@ -17,7 +17,7 @@ from attention_modules.base import OPAQUE
 from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
-from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
+from attention_modules.hosts.weights import Rows, quantized, trained_instead, wrapped_by_peft
 from attention_modules.masks import check_columns, without_causal_bias
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.sharing import Link, from_the_layer
@@ -517,9 +517,7 @@ def forward_refusal(layer: nn.Module) -> str | None:
 
 def acting_mechanism(found: Any) -> AttentionMechanism | None:
     """The mechanism, or the copy that peft trains in its place (``modules_to_save``); None where it is neither."""
-    if type(found).__module__.startswith("peft.") and hasattr(found, "modules_to_save"):
-        active = () if found.disable_adapters else found.active_adapters
-        found = found.modules_to_save[active[0]] if active else found.original_module
+    found = trained_instead(found)
     return found if isinstance(found, AttentionMechanism) else None
 
 

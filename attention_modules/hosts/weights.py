@@ -112,8 +112,17 @@ def quantized(owner: nn.Module, tensor: str = "weight") -> str | None:
     )
 
 
+def trained_instead(module: Any) -> Any:
+    """What acts where peft trains a copy of a whole module (``modules_to_save``); others as they are."""
+    if not (type(module).__module__.startswith("peft.") and hasattr(module, "modules_to_save")):
+        return module
+    active = () if module.disable_adapters else module.active_adapters
+    return module.modules_to_save[active[0]] if active else module.original_module
+
+
 def computes_more(owner: nn.Module, tensor: str = "weight") -> str | None:
     """Why a projection's weight is not all that it multiplies by, if so: a LoRA layer of one's own, say."""
+    owner = trained_instead(owner)
     kind = definer(type(owner))
     ours = kind.__module__.partition(".")[0] == "attention_modules"
     known = ours or (kind.__module__, kind.__name__) in _LINEAR or tensor not in ("weight", "bias")

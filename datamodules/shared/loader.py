@@ -98,11 +98,11 @@ class ResumableLoader(DataLoader):
         if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
             self._refuse_other_batches(resume)
             self._skip = resume["batches"]
-        again, given = self._is_same_epoch(), 0
+        again, first, given = self._is_same_epoch(), self._skip, 0
         for given, batch in enumerate(super().__iter__(), start=1):
             if again and given == 2:  # who takes one batch only looks at it
                 self._warn_of_same_epoch()
-            self._given = self._order.epoch, self._skip + given
+            self._given = self._order.epoch, first + given
             yield batch
         if again and given < 2:
             self._warn_of_same_epoch()

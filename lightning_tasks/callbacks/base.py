@@ -127,18 +127,23 @@ def unfreezes_later(trainer: pl.Trainer) -> bool:
     return any("BaseFinetuning" in kinds_of(callback) for callback in callbacks)
 
 
+def calls_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks of its steps are called: by those that called ``Optimizer.__init__``, which sees to that."""
+    kept = vars(optimizer).get("_optimizer_step_pre_hooks")
+    return bool(getattr(type(optimizer).step, "hooked", False)) and type(kept) is OrderedDict
+
+
 def check_step_hooks(owner: str, optimizers: Iterable[Optimizer]) -> None:
     """Check that hooks of their steps would be called.
 
     Raises:
-        ValueError: if an optimizer around others never called ``Optimizer.__init__``, which sees to that.
+        ValueError: if one calls none.
     """
     for optimizer in optimizers:
-        calls = getattr(type(optimizer).step, "hooked", False)
-        if not calls or type(vars(optimizer).get("_optimizer_step_pre_hooks")) is not OrderedDict:
+        if not calls_step_hooks(optimizer):
             raise ValueError(
                 f"{owner} acts before or after a step, and {type(optimizer).__name__}.step() calls no hooks of steps: "
-                "give an optimizer that calls torch.optim.Optimizer.__init__(), or the one inside it"
+                "give an optimizer that calls torch.optim.Optimizer.__init__(), as those of torch and timm do"
             )
 
 

@@ -17,7 +17,9 @@ from attention_modules.mechanisms.shared.options import check_integer, check_num
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
+    calls_step_hooks,
     check_step_hooks,
+    held_parameters,
     kinds_of,
     listed_before,
     refuse_flat_shards,
@@ -112,13 +114,15 @@ class QKWeightDecay(_QKControl):
         self._done: set[int] = set()  # those that have decayed in this step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        check_step_hooks("QKWeightDecay", trainer.optimizers)
+        decayed = {id(parameter) for parameter, _ in self._entries}
+        holding = (each for each in trainer.optimizers if decayed & held_parameters([each]).keys())
+        check_step_hooks("QKWeightDecay", holding)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._forget()
-        for optimizer in trainer.optimizers:
+        for optimizer in filter(calls_step_hooks, trainer.optimizers):
             # Hooks of the optimizer: a step that a gradient scaler leaves out is none, and one that looks at several
             # gradients (LBFGS) is one.
             self._hooks.callback(optimizer.register_step_pre_hook(partial(self._begin, trainer)).remove)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 from torch import nn
@@ -72,11 +73,15 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
                     f"{what} {source!r}, which nothing was put into: swap that layer too, with 'softmax' where it is "
                     "to stay as it is",
                 )
-            reason = (
-                _misfit(layer, layers[source]) or _skipped(found, source) or _moved(found, stack_of[name], name, source)
-            )
+            reason = _misfit(layer, layers[source]) or _moved(found, stack_of[name], name, source)
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
+    if skipping := next(filter(None, (_skipped(found, name) for name in sorted(reads))), None):
+        warnings.warn(
+            f"training leaves layers out at random ({skipping}), and ends with a SharedValueError where another one "
+            "reads the values of such a layer: set it to 0 before you train",
+            stacklevel=6,
+        )
     for stack, members in stacks(names).items():
         first = next((name for name in members if name in asking), None)
         if first is None or any(name in reads for name in members):
@@ -108,15 +113,14 @@ def _misfit(layer: Found, source: Found) -> str | None:
     return layer.host.limits(layer.module).sharing or (given and f"there {given}")
 
 
-def _skipped(found: Survey, source: str) -> str | None:
-    """Whether what holds a layer leaves it out in some steps of training, by its own attribute or its configuration."""
-    parts = source.split(".")
-    for depth in range(len(parts)):
-        module = found.modules[".".join(parts[:depth])]
-        for holder in (module, getattr(module, "config", None)):
-            rate = getattr(holder, "layerdrop", None)
-            if isinstance(rate, (int, float)) and rate > 0:
-                return f"training leaves layers out (layerdrop {rate:g}), and it may be one of them: set layerdrop to 0"
+def _skipped(found: Survey, layer: str) -> str | None:
+    """By which rate what holds a layer leaves it out in training: the nearest attribute, or configuration, says."""
+    parts = layer.split(".")
+    around = [found.modules[".".join(parts[:depth])] for depth in reversed(range(len(parts)))]
+    for holder in (*around, *(getattr(module, "config", None) for module in around)):
+        rates = {name: rate for name, rate in getattr(holder, "__dict__", {}).items() if name.endswith("layerdrop")}
+        if rates:
+            return next((f"{name}={rate}" for name, rate in rates.items() if rate), None)
     return None
 
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attention_modules.base import AttentionSpec
 from attention_modules.hosts.base import Host, Swapped
-from attention_modules.hosts.forwards import has_other_forward
+from attention_modules.hosts.forwards import definer, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
@@ -309,8 +309,7 @@ class SDPAHost(Host):
         return bound
 
     def concerns(self, kind: type[nn.Module]) -> bool:
-        definer = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-        known = definer.__module__.partition(".")[0] in LIBRARIES
+        known = definer(kind).__module__.partition(".")[0] in LIBRARIES
         return not known and not issubclass(kind, AttentionMechanism)
 
     def understands(self, module: nn.Module) -> bool:

@@ -109,13 +109,10 @@ def _own(value: Any, known: dict[int, Any], most: float) -> Any:
         with suppress(Exception):  # of a frozen one, which takes no values
             own = copy.copy(value)
         known[id(value)] = own
-        if own is value:
-            return own
-        if isinstance(own, dict):
-            for key, part in [*own.items()]:
-                dict.__setitem__(own, key, _own(part, known, most))
-        elif isinstance(own, list):
-            own[:] = [_own(part, known, most) for part in own]
+        if own is not value and isinstance(own, (dict, list)):
+            for key, part in [*(own.items() if isinstance(own, dict) else enumerate(own))]:
+                with suppress(Exception):
+                    own[key] = _own(part, known, most)  # type: ignore[index]
     elif type(value) is tuple:
         own = known[id(value)] = tuple(_own(part, known, most) for part in value)
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:

@@ -100,26 +100,24 @@ class DriftMonitor(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        names = checkpoint.get("state_dict", {})
-        swapped = saved_plans(checkpoint) or any("mechanism" in name.split(".") for name in names)
-        if self._is_new and swapped and self.state_key not in checkpoint["callbacks"]:
+        if not self._is_new or self.state_key in checkpoint["callbacks"]:
+            return
+        names = checkpoint.get("state_dict")  # strategies that spread weights have none there
+        if names is None or saved_plans(checkpoint) or any("mechanism" in name.split(".") for name in names):
+            self._warn_of_later_weights(trainer)
+            return
+        raise ValueError(
+            f"{type(self).__name__} compares with the model as it was when it was swapped, and the weights of "
+            f"{str(trainer.ckpt_path)!r}, which tells of no swap, come later: load them before the swap "
+            "(InitFromCheckpoint before SwapAttention, --init_from), without ckpt_path"
+        )
+
+    def _warn_of_later_weights(self, trainer: pl.Trainer) -> None:
+        if self._is_new and trainer.ckpt_path is not None:
             self._is_new = False
             rank_zero_warn(
                 f"{type(self).__name__}: the checkpoint was made without it, so that the teacher is the module as it "
                 "is built now, before the checkpoint's weights are loaded"
-            )
-
-    def _refuse_later_weights(self, trainer: pl.Trainer) -> None:
-        """Refuse plain weights that came from a checkpoint when the teacher was kept already.
-
-        Raises:
-            ValueError: if a checkpoint was loaded that tells neither of a swap nor of a teacher.
-        """
-        if self._is_new and trainer.ckpt_path is not None:
-            raise ValueError(
-                f"{type(self).__name__} compares with the model as it was when it was swapped, and the weights of "
-                f"{str(trainer.ckpt_path)!r}, which tells of no swap, were loaded later: load them before the swap "
-                "(InitFromCheckpoint before SwapAttention, --init_from), without ckpt_path"
             )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -161,13 +159,10 @@ class DriftMonitor(Callback):
         self._check_teacher(pl_module)
         warn_without_validation(trainer, self)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._refuse_later_weights(trainer)  # here, as some strategies restore a checkpoint behind on_fit_start
-
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._check_teacher(pl_module)
-            self._refuse_later_weights(trainer)
+            self._warn_of_later_weights(trainer)  # Lightning tells callbacks of no file that has weights alone
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -260,6 +255,7 @@ class DriftMonitor(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._forget()
+        self._is_new = False
         forget_actions(pl_module, self)
 
     def _forget(self) -> None:

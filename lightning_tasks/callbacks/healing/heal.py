@@ -125,11 +125,11 @@ class Heal(DriftMonitor):
         return len(self.stages) > 1 or (self.stages[0].match, self.stages[0].train) != ("task", "all")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._stop()
         self._trainable = {name: one for name, one in pl_module.named_parameters() if one.requires_grad}
         self._check_optimizers(trainer, pl_module)
-        check_step_hooks("Heal", trainer.optimizers)
+        if any(stage.lr_scale != 1 for stage in self.stages):
+            check_step_hooks("Heal", trainer.optimizers)
         self._undo.callback(self._keep_teacher_apart, pl_module)
         for parameter in self._trainable.values():
             self._undo.callback(parameter.requires_grad_, True)
@@ -138,7 +138,7 @@ class Heal(DriftMonitor):
         step = partial(self._training_step, pl_module, previous)
         step.__wrapped__ = previous  # type: ignore[attr-defined]  # whose arguments Lightning asks for
         pl_module.training_step = step  # type: ignore[method-assign]
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers if any(stage.lr_scale != 1 for stage in self.stages) else []:
             rates: list[Any] = []
             before = optimizer.register_step_pre_hook(partial(self._scale_rates, rates))
             after = optimizer.register_step_post_hook(partial(_return_rates, rates))

@@ -24,7 +24,7 @@ from attention_modules.stabilizers.clip import (
     query_key_weights,
     shared_elsewhere,
 )
-from lightning_tasks.callbacks.base import Where, check_step_hooks, held_parameters, unfreezes_later
+from lightning_tasks.callbacks.base import Where, calls_step_hooks, check_step_hooks, held_parameters, unfreezes_later
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
@@ -123,7 +123,7 @@ class QKClip(QueryKeyObserver):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         self._check(trainer, pl_module)  # again: the module may have frozen weights since
-        check_step_hooks("QKClip", trainer.optimizers)
+        check_step_hooks("QKClip", filter(self._held_by, trainer.optimizers))
         self._by_hand = not pl_module.automatic_optimization
         self._scaler = None
         self._largest, self._clipped = [None] * len(self._layers), []
@@ -170,7 +170,7 @@ class QKClip(QueryKeyObserver):
         else:
             self._forget_largest(set(range(len(self._layers))) - self._awaited)  # seen behind the last step
         self._on_step.close()  # of a batch that was skipped before its end
-        for optimizer in trainer.optimizers if self._awaited else []:
+        for optimizer in filter(calls_step_hooks, trainer.optimizers if self._awaited else []):
             # Hooks of the optimizer, as Lightning has none after a step: a step by whomever is seen, and one that a
             # gradient scaler leaves out is not.
             after = partial(self._after_step, trainer, pl_module)

@@ -37,6 +37,19 @@ class Draws:
         return torch.tensor(drawn, dtype=torch.float64)
 
 
+def test_a_look_at_a_batch_counts_nothing_of_a_resumed_epoch():
+    loader, resumed = (ResumableLoader(DATA, batch_size=2, shuffle=True) for _ in range(2))
+    given = iter(loader)
+    first = next(given).tolist()
+    next(given)
+    resumed.load_state_dict(loader.state_dict())
+    given = iter(resumed)
+    next(given)
+    assert next(iter(resumed)).tolist() == first
+    next(given)
+    assert resumed.state_dict()["batches"] == 4
+
+
 class Told(list):
     """Is told the epoch, and does not say it."""
 

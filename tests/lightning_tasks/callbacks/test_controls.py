@@ -269,6 +269,14 @@ def test_an_optimizer_whose_steps_call_no_hooks_is_refused(callback, hooks):
         run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
     assert torch.equal(module.layer.in_proj_weight, before)
 
+    def apart(parameters):
+        first, *others = parameters
+        module.automatic_optimization = False
+        return torch.optim.SGD([first], 0.1), Around(torch.optim.SGD(others, 0.1))
+
+    module.optimizer = apart
+    run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))  # one that does not hold them is no obstacle
+
 
 class Adapted(nn.Linear):
     """LoRA of one's own."""

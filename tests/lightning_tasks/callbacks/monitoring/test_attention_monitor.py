@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -314,6 +315,32 @@ def test_rows_of_padding_do_not_count(mechanism):
         found.append({name: float(each) for name, each in metrics.callback_metrics.items() if "val/attention" in name})
     assert found[0] == pytest.approx(found[1], rel=1e-4)
     assert len(found[0]) > 10
+
+
+class Reads(TinyLM):
+    """Attends to as many other tokens, of which some are padding, in a layer whose name says nothing of it."""
+
+    def __init__(self):
+        super().__init__(lr=0.0)
+        self.attn = nn.MultiheadAttention(modules.DIM, 2, batch_first=True)
+
+    def training_step(self, batch, batch_idx):
+        x, hidden = self.net["embed"](batch[0]), torch.zeros(batch[0].shape, dtype=torch.bool)
+        hidden[:, 3:] = True
+        return self.attn(x, x.flip(1).contiguous(), x.flip(1).contiguous(), key_padding_mask=hidden)[0].sum()
+
+
+def test_every_row_counts_of_attention_to_other_tokens():
+    module, rows = Reads(), []
+    swap_attention(module, "softmax", where="attn")
+    module.attn.mechanism.register_forward_hook(
+        lambda mechanism, args, kwargs, out: rows.append(
+            attention_statistics(*args[:2], attn_mask=kwargs["attn_mask"])["entropy"].mean()
+        ),
+        with_kwargs=True,
+    )
+    found = fit(module, [AttentionMonitor(where="attn")], batches(1), batches(1)).callback_metrics
+    assert found["val/attention/entropy/mean"] == pytest.approx(rows[-1].item(), rel=1e-5)
 
 
 def test_token_similarity_is_that_of_the_layers_input_without_padding():
