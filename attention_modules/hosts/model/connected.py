@@ -41,6 +41,13 @@ def connect_layers(model: nn.Module) -> None:
     layers = {layer.name: layer for layer in found.layers if not layer.cross}
     needs = {name: mechanism.needs for name, layer in layers.items() if (mechanism := _mechanism(layer.module))}
     connect(model, {name: layer.module for name, layer in layers.items()}, needs)
+    asking = [name for name, layer in layers.items() if reads_others(_mechanism(layer.module))]
+    if skipping := next(filter(None, (_skipped(found, name) for name in asking)), None):
+        warnings.warn(
+            f"training leaves layers out at random ({skipping}), and ends with a SharedValueError where another one "
+            "reads the values of such a layer: set it to 0 before you train",
+            stacklevel=7,  # of swap_attention
+        )
 
 
 def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) -> None:
@@ -76,12 +83,6 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
             reason = _misfit(layer, layers[source]) or _moved(found, stack_of[name], name, source)
             if reason is not None:
                 _refuse(name, f"{what} {source!r}: {reason}")
-    if skipping := next(filter(None, (_skipped(found, name) for name in sorted(reads))), None):
-        warnings.warn(
-            f"training leaves layers out at random ({skipping}), and ends with a SharedValueError where another one "
-            "reads the values of such a layer: set it to 0 before you train",
-            stacklevel=6,
-        )
     for stack, members in stacks(names).items():
         first = next((name for name in members if name in asking), None)
         if first is None or any(name in reads for name in members):
@@ -120,7 +121,7 @@ def _skipped(found: Survey, layer: str) -> str | None:
     for holder in (*around, *(getattr(module, "config", None) for module in around)):
         rates = {name: rate for name, rate in getattr(holder, "__dict__", {}).items() if name.endswith("layerdrop")}
         if rates:
-            return next((f"{name}={rate}" for name, rate in rates.items() if rate), None)
+            return ", ".join(f"{name}={rate}" for name, rate in rates.items() if rate) or None
     return None
 
 
