@@ -23,6 +23,7 @@ from attention_modules.analysis.agreement import (
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.discovery import Selector
 from attention_modules.hosts.trained import forget_made
 from attention_modules.masks import seen_tokens
@@ -150,7 +151,7 @@ def swap_drift(
     forget_made(together)
     before = shared_copy(model).eval()
     observable = shared_copy(model).eval()
-    make_observable(observable, _plain_layers(observable, names))
+    make_observable(observable, [name for name in names if not isinstance(observable.get_submodule(name), Swapped)])
     alone = {
         name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
     }
@@ -214,10 +215,9 @@ def _mechanism_of(model: nn.Module, name: str) -> AttentionMechanism:
     return found
 
 
-def _plain_layers(model: nn.Module, names: Sequence[str] | None = None) -> list[str]:
-    """The names of self-attention layers without a mechanism, of all or of these."""
-    layers = attention_layers(model, where=None if names is None else list(names))
-    return [layer.name for layer in layers if layer.mechanism is None]
+def _plain_layers(model: nn.Module) -> list[str]:
+    """The names of self-attention layers without a mechanism."""
+    return [layer.name for layer in attention_layers(model) if layer.mechanism is None]
 
 
 def _swapped_alone(

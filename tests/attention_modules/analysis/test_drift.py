@@ -146,6 +146,16 @@ def test_hidden_tokens_do_not_count():
         swap_drift(model, "symmetric", arguments)
 
 
+def test_cross_attention_is_compared_where_it_is_named():
+    model = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), 1)
+    given = {"tgt": torch.randn(2, 5, 16), "memory": torch.randn(2, 7, 16)}
+    for where in ("*.multihead_attn", ["*.self_attn", "*.multihead_attn"]):
+        row = swap_drift(model, "sink", given, where=where, start=0.0).layers[-1]
+        assert row.layer == "layers.0.multihead_attn"
+        assert row.entropy_before == pytest.approx(row.entropy_after, rel=1e-5)  # of its shares
+        assert row.relative_error > 0.01
+
+
 def test_the_mask_counts_by_place_too_and_not_in_an_encoder_decoder():
     def forward(input_ids, attention_mask=None):
         return input_ids
