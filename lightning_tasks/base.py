@@ -8,7 +8,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.fabric.utilities.cloud_io import _load
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -41,6 +41,15 @@ if TYPE_CHECKING:
 # A class or function by dotted path (or bare name), as {"class_path": ..., "init_args": {...}}, or itself.
 Buildable = str | dict[str, Any] | Callable[..., Any]
 _HALF = (torch.float16, torch.bfloat16)
+_EARLY = {"StochasticWeightAveraging", "ModelPruning", "BaseFinetuning"}
+
+
+class _BuildFirst(Callback):
+    """Builds a task's network in the first setup, when the data are there."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
+            pl_module.configure_model()
 
 
 class BaseTask(LightningModule):
@@ -157,6 +166,14 @@ class BaseTask(LightningModule):
             if self._device_mesh is not None:
                 swap_now(self)
                 shard(self.model, self._device_mesh)
+
+    def configure_callbacks(self) -> Any:
+        """Build early where a callback of Lightning's copies or reads the network in its setup, before it is there."""
+        callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
+        kinds = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
+        if kinds & _EARLY and self.model is None and not isinstance(callbacks[0], _BuildFirst):
+            callbacks.insert(0, _BuildFirst())
+        return super().configure_callbacks()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states, so that a resumed run draws the dropout that the uninterrupted one would have."""

@@ -5,6 +5,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from torch import nn
 from torchmetrics import MaxMetric
 
@@ -28,6 +29,57 @@ class Regression(BaseTask):
 
     def train_dataloader(self):
         return torch.ones(4, 2, self.hparams["width"])
+
+
+class Counted(pl.LightningDataModule):
+    """Knows the width of the data once it is set up."""
+
+    width = None
+
+    def setup(self, stage):
+        self.width = 3
+
+    def train_dataloader(self):
+        return torch.ones(4, 2, self.width)
+
+
+class OfTheData(Regression):
+    def build_model(self):
+        return nn.Linear(self.trainer.datamodule.width, 4)
+
+    def train_dataloader(self):
+        return super(Regression, self).train_dataloader()
+
+
+def fit_counted(*callbacks):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    task, run = OfTheData(), pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    run.fit(task, datamodule=Counted())
+    return task
+
+
+def test_stochastic_weight_averaging_averages_a_task():
+    class Seen(pl.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            weights.append(nn.utils.parameters_to_vector(pl_module.parameters()).detach().clone())
+
+    weights = []
+    task = fit_counted(StochasticWeightAveraging(0.01, swa_epoch_start=2), Seen())
+    torch.testing.assert_close(nn.utils.parameters_to_vector(task.parameters()), torch.stack(weights[:3]).mean(0))
+
+
+def test_pruning_and_freezing_find_the_network_of_a_task():
+    pruned = fit_counted(ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False))
+    assert (pruned.model.weight == 0).sum() >= 6
+
+    class Frozen(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            self.make_trainable(pl_module.model)
+
+    assert fit_counted(Frozen()).model.weight.requires_grad
 
 
 def optimizer_of(task):

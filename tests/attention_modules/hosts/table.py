@@ -316,6 +316,7 @@ What else to know:
   another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches.
   VJEPA2's predictor is refused, its encoder is not. Without a table of positions (DINOv3, DETR's encoder, NaFlexViT)
   nothing is noticed: give images of one shape.
+- DataParallel on several devices: `value_residual`, `neutreno` and `elliptical` end with an error. Use DDP.
 - DistributedDataParallel and FSDP: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
 - A joint projection without its query rows is no `nn.Linear`: tools that choose layers by that class pass it by. Layers
   of transformers keep the configuration that they had: change `model.config` before the swap.
