@@ -19,7 +19,7 @@ import torch
 
 from tests.costs import CostWriter, in_brief, leave_out, without_costly
 
-OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE")
+OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "ATTNSWAP_LEADER")
 OF_A_SEED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
 
 
