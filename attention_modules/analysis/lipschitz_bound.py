@@ -173,7 +173,9 @@ def _not_covered(layer: AttentionLayer) -> str | None:
         if layer.host.groups(module) != 1:
             return "its query heads share key and value heads"
         named = [{"c_attn", "c_proj"}, {"q_proj", "v_proj", "o_proj"}, {"query", "value"}]
-        if not any(names <= module._modules.keys() for names in named):
+        held = {name for name, part in module._modules.items() if next(part.parameters(), None) is not None}
+        alone = held - {"k_proj", "key"} in named and not any(each is not None for each in module._parameters.values())
+        if not alone or ("c_attn" in held and not layer.host.qk_rows(module)[0].transposed):
             return f"the weights of {type(layer.module).__name__} are not read; give them to lipschitz_bound"
         return None
     if layer.host.name not in _PACKED:

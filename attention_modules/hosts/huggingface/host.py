@@ -34,6 +34,7 @@ from attention_modules.hosts.huggingface.projections import (
     groups_of,
     heads_of,
     joint,
+    layout_refusal,
     query_projection,
     separate,
     width_of,
@@ -264,6 +265,8 @@ class HuggingFaceHost(Host):
         name, sizes = query_projection(layer), heads_of(layer)
         if name is None or sizes is None:
             return "its projections to queries and keys have no names that are known"
+        if reason := layout_refusal(layer):
+            return reason
         return None if separate(layer) is None else self._width_refusal(layer, name, sizes)
 
     def groups(self, layer: Any) -> int:
@@ -320,6 +323,7 @@ class HuggingFaceHost(Host):
             return "its projections to queries and keys have no names that are known; use a mechanism with a query"
         return (
             grouped
+            or layout_refusal(layer)
             or self._width_refusal(layer, name, sizes)
             or _path_refusal(layer, name)
             or plain_linear_refusal(layer, {name: Conv1D if name == "c_attn" else nn.Linear})

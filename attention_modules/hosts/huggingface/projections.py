@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from attention_modules.hosts.forwards import definer
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become, query_parts
 from attention_modules.hosts.weights import Rows
 
@@ -46,6 +47,18 @@ def joint(layer: nn.Module) -> str | None:
     if "q_attn" in layer._modules:  # GPT-2's cross-attention, whose joint projection has no queries
         return None
     return next((name for name in _JOINT if name in layer._modules), None)
+
+
+def layout_refusal(layer: nn.Module) -> str | None:
+    """Why it is not known where a joint projection has its queries and keys, if so: in classes of one's own."""
+    name = None if separate(layer) else joint(layer)
+    kind = getattr(type(layer), "plain_class", type(layer))
+    if name is None or definer(kind).__module__.startswith("transformers."):
+        return None
+    return (
+        f"in which order its {name!r} holds queries, keys and values is not known of a class of your own: say it by "
+        "attnswap.declare_host"
+    )
 
 
 def query_projection(layer: nn.Module) -> str | None:
@@ -119,7 +132,9 @@ class Joint:
         name, sizes = joint(layer), heads_of(layer)
         assert name is not None
         assert sizes is not None
-        (heads, width), blocks = sizes, sizes[0] if _JOINT[name] else 1
+        # GPTBigCode's lie head by head where its heads do not share their keys.
+        (heads, width), by_head = sizes, _JOINT[name] or getattr(layer, "multi_query", None) is False
+        blocks = heads if by_head else 1
         queries = heads * width // blocks
         owner = getattr(layer, name)
         transposed = hasattr(getattr(owner, "base_layer", owner), "nf")  # peft's layers have one inside

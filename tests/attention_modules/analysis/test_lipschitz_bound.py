@@ -153,6 +153,13 @@ class Rope(nn.Module):
         self.attn = timm.layers.AttentionRope(8, 2)
 
 
+def albert():
+    from transformers import AlbertConfig, AlbertModel
+
+    sizes = {"hidden_size": 16, "embedding_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    return AlbertModel(AlbertConfig(vocab_size=9, num_hidden_layers=1, **sizes))
+
+
 REFUSED = {
     "rpc": (lambda: SelfAttention(8, 2, "rpc"), "RPCAttention"),
     "scaled": (lambda: SelfAttention(8, 2, "scaled", {"variant": "scalar"}), "ScaledAttention"),
@@ -162,6 +169,7 @@ REFUSED = {
     "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalizes the output"),
     "rope": (Rope, "rope"),
     "another of Hugging Face": (lambda: hugging_face("opt").module, "the weights of .* are not read"),
+    "what holds its output too": (lambda: albert(), "the weights of AlbertAttention are not read"),
     "rope of Hugging Face": (lambda: hugging_face("llama").module, "rope"),
     "zero key": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "a key of its own"),
 }

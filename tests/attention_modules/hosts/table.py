@@ -273,7 +273,7 @@ What else to know:
   (`softcap`, Gemma 2) and a sink (`s_aux`, gpt-oss) are exact as an additive mask and as a further key for `softmax`,
   `sink`, `gated`, `entmax` and `hard` (`AttentionMechanism.softmax_like`), and refused elsewhere. A mechanism without a
   query needs projections under a usual name, three or one for all, which make queries and keys of the same input. The
-  forward may do nothing to queries alone but scale them.
+  forward may do nothing to queries alone but scale them. In a class of your own one for all needs `declare_host`.
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call, and flex attention, set before or after a swap, is refused. Most mechanisms continue from a key-value cache;
   rpc, scaled, dam, position_bias, neutreno and twicing refuse it, elliptical and value_residual where some layers alone

@@ -415,3 +415,19 @@ def test_a_projection_that_is_wrapped_by_hand_is_swapped_around_or_refused():
         swap_attention(model, "symmetric")
     swap_attention(model, "softmax")
     assert torch.equal(model(x), expected)
+
+
+def test_rows_of_queries_and_keys_that_lie_head_by_head() -> None:
+    """GPTBigCode's do, where its heads do not share their keys."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 4, "n_positions": 8, "vocab_size": 20}
+    model = transformers.GPTBigCodeModel(transformers.GPTBigCodeConfig(**sizes, multi_query=False)).eval()
+    swap_attention(model, "softmax")
+    attention, seen = model.h[0].attn, []
+    attention.mechanism.register_forward_pre_hook(lambda _, args: seen.extend(args[:2]))
+    attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(torch.arange(5)[None], use_cache=False)
+    x, *made = seen
+    for weight, given in zip(attention_layers(model)[0].qk_weights(), made, strict=True):
+        differences = (x @ weight.mT - given)[0].diff(dim=-2)  # of a bias nothing is left
+        assert differences.abs().max() < 1e-5

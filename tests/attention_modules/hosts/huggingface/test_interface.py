@@ -50,6 +50,21 @@ class Own(nn.Module):
         return out.flatten(2)
 
 
+class HeadByHead(Own):
+    """One projection, in which each head has its query, key and value together."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.q_proj, self.k_proj, self.v_proj
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(3, -1)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
+        return out.flatten(2)
+
+
 class Leaning(Own):
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         query, key, value = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
@@ -176,3 +191,16 @@ def test_what_is_handed_over_is_honored_or_refused_by_name(model: str, argument:
     with pytest.raises(AttentionSwapError, match=rf"it hands {argument} to its attention"):
         swap_attention(tiny, mechanism)
     assert attention_layers(tiny)[0].mechanism is None
+
+
+def test_the_order_of_a_joint_projection_of_ones_own_is_asked_for() -> None:
+    layer = HeadByHead(transformers.PretrainedConfig(attn_implementation="sdpa")).eval()
+    asked = "in which order its 'qkv' holds queries, keys and values is not known .*: say it by attnswap.declare_host"
+    with pytest.raises(AttentionSwapError, match=asked):
+        swap_attention(layer, "symmetric")
+    with pytest.raises(ValueError, match=asked):
+        attention_layers(layer)[0].qk_weights()
+    x = torch.randn(1, 5, 8)
+    plain = layer(x)
+    swap_attention(layer, "softmax")
+    torch.testing.assert_close(layer(x), plain)
