@@ -111,8 +111,9 @@ def _own(value: Any, known: dict[int, Any], most: float) -> Any:
         known[id(value)] = own
         if own is not value and isinstance(own, (dict, list)):
             for key, part in [*(own.items() if isinstance(own, dict) else enumerate(own))]:
+                made = _own(part, known, most)
                 with suppress(Exception):
-                    own[key] = _own(part, known, most)  # type: ignore[index]
+                    own[key] = made  # type: ignore[index]
     elif type(value) is tuple:
         own = known[id(value)] = tuple(_own(part, known, most) for part in value)
     elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:

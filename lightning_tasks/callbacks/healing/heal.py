@@ -59,9 +59,9 @@ class Heal(DriftMonitor):
 
     Raises:
         TypeError, ValueError: if a stage or a number is not as said; when a trainer starts, as :class:`DriftMonitor`,
-            if the module optimizes by hand, ``train`` leaves nothing to train, or the strategy is DDP and does not look
-            for unused Parameters; in a training step, if the network is not called, or layers are matched and it is
-            called twice.
+            if the module optimizes by hand, ``train`` leaves nothing to train, an optimizer calls no hooks of steps
+            where ``lr_scale`` is given, or the strategy is DDP and does not look for unused Parameters; in a training
+            step, if the network is not called, or layers are matched and it is called twice.
 
     Example:
         >>> from lightning.pytorch import Trainer

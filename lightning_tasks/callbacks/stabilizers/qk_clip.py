@@ -65,8 +65,8 @@ class QKClip(QueryKeyObserver):
         ValueError: if a number is out of its limits; when the fit starts, if no layer matches, the trainer has a second
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
             (q/k norm, ``l2`` and further mechanisms), or these weights are frozen (unless a ``BaseFinetuning`` of
-            Lightning may train them later), computed, sharded or shared with what is not clipped. Weights that no
-            optimizer of the trainer holds are never clipped: a warning.
+            Lightning may train them later), computed, sharded or shared with what is not clipped, or their optimizer
+            calls no hooks of steps. Weights that no optimizer of the trainer holds are never clipped: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer

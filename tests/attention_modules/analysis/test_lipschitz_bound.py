@@ -169,7 +169,7 @@ REFUSED = {
     "output norm": (lambda: SelfAttention(8, 2, scale_norm=True, norm_layer=nn.LayerNorm), "normalizes the output"),
     "rope": (Rope, "rope"),
     "another of Hugging Face": (lambda: hugging_face("opt").module, "the weights of .* are not read"),
-    "what holds its output too": (lambda: albert(), "the weights of AlbertAttention are not read"),
+    "what holds its output too": (albert, "the weights of AlbertAttention are not read"),
     "rope of Hugging Face": (lambda: hugging_face("llama").module, "rope"),
     "zero key": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "a key of its own"),
 }
