@@ -431,3 +431,15 @@ def test_rows_of_queries_and_keys_that_lie_head_by_head() -> None:
     for weight, given in zip(attention_layers(model)[0].qk_weights(), made, strict=True):
         differences = (x @ weight.mT - given)[0].diff(dim=-2)  # of a bias nothing is left
         assert differences.abs().max() < 1e-5
+
+
+def test_copies_of_projections_that_peft_trains_are_read() -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    plain = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
+    config = peft.LoraConfig(target_modules=["value"], modules_to_save=["query", "key"])
+    model = peft.get_peft_model(plain, config)
+    query = model.base_model.model.encoder.layer[0].attention.self.query.modules_to_save["default"]
+    nn.init.normal_(query.weight)
+    (layer,) = attention_layers(model)
+    assert torch.equal(layer.qk_weights()[0].flatten(0, 1), query.weight)
