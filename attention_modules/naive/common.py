@@ -23,9 +23,7 @@ def naive_map(
     logits: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, sink: Tensor | None = None
 ) -> Tensor:
     """exp(z) / (exp(s) + Σ exp(z)) of the logits z and their mask, zeros where hidden; without a sink, softmax."""
-    seen = visibility(logits.shape[-1], attn_mask, is_causal).expand(logits.shape)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits + attn_mask.masked_fill(attn_mask <= -9984, 0.0)
+    logits, seen = _hidden(logits, attn_mask, is_causal)
     top = logits.masked_fill(~seen, float("-inf")).amax(-1, keepdim=True).clamp(min=-1e30)
     top = top if sink is None else top.maximum(sink.view(-1, 1, 1))
     weights = torch.where(seen, logits - top, float("-inf")).exp()
@@ -43,13 +41,7 @@ def naive_attention(
     scale: float | None = None,
 ) -> Tensor:
     """softmax(q kᵀ · scale + mask) v, zeros in rows that see nothing."""
-    seen = visibility(k.shape[-2], attn_mask, is_causal)
-    logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        logits = logits + attn_mask.masked_fill(~seen, 0.0)
-    some = seen.any(-1, keepdim=True)
-    weights = logits.masked_fill(~seen & some, float("-inf")).softmax(-1)
-    return torch.where(some, weights, torch.zeros_like(weights)) @ v
+    return naive_map(naive_logits(q, k, scale), attn_mask, is_causal) @ v
 
 
 def visible_count(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
