@@ -12,7 +12,7 @@ from attention_modules.kernels import untransformed
 # of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
 # again in the backward pass.
 HIDDEN = -9984
-OTHERS = "attnswap_of_other_tokens"  # noted at keys
+OTHERS = "attnswap_of_other_tokens"  # noted at keys: whether they are of other tokens than the queries, a boolean
 
 
 def without_causal_bias(attn_mask: Tensor | None, is_causal: bool, q: Tensor) -> tuple[Tensor | None, bool]:
@@ -33,20 +33,20 @@ def without_causal_bias(attn_mask: Tensor | None, is_causal: bool, q: Tensor) ->
 def seen_tokens(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Which tokens of self-attention some row sees by the mask, boolean ``[B, N]``; None where it says nothing of them.
 
-    What the others attend to (padding, say) reaches nobody. None too where a host has noted at the keys that they are
-    of other tokens.
+    What the others attend to (padding, say) reaches nobody. All do where a host has noted at the keys that they are of
+    other tokens.
 
     Args:
         attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``.
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, N, d]``.
     """
-    if attn_mask is None or hasattr(k, OTHERS) or not q.shape[-2] == k.shape[-2] == attn_mask.shape[-1]:
+    if attn_mask is None or not q.shape[-2] == k.shape[-2] == attn_mask.shape[-1]:
         return None
     if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, len(q)):
         return None
     mask = attn_mask.detach().reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-    return visible(mask).flatten(1, 2).any(1).expand(len(q), -1)
+    return (visible(mask).flatten(1, 2).any(1) | getattr(k, OTHERS, False)).expand(len(q), -1)
 
 
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:

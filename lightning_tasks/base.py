@@ -48,6 +48,8 @@ class _BuildFirst(Callback):
     """Builds a task's network in the first setup, when the data are there."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not isinstance(pl_module, BaseTask):
+            return
         with trainer.strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():
             pl_module.configure_model()
 
@@ -171,7 +173,9 @@ class BaseTask(LightningModule):
         """Build early where a callback of Lightning's copies or reads the network in its setup, before it is there."""
         callbacks: list[Any] = self.trainer.callbacks  # type: ignore[attr-defined]
         kinds = {kind.__name__ for callback in callbacks for kind in type(callback).__mro__}
-        if kinds & _EARLY and self.model is None and not isinstance(callbacks[0], _BuildFirst):
+        known = type(self).setup.__module__.partition(".")[0] in ("lightning", "lightning_tasks")
+        early = _EARLY if known else _EARLY - {"BaseFinetuning"}  # a setup of one's own may come before build_model
+        if kinds & early and self.model is None and not isinstance(callbacks[0], _BuildFirst):
             callbacks.insert(0, _BuildFirst())
         return super().configure_callbacks()
 

@@ -58,6 +58,8 @@ def acting_sums(
         if isinstance(acting, FactorMap):
             return _of_factors(acting, statistics, sink_rows, counting)
         rows = None if every_row else acting.some_rows()
+        if rows is not None and counting is not None:
+            rows = middles(acting.shape[2], len(rows), acting.device, counting)
         return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows, counting)
 
 
@@ -113,9 +115,11 @@ def _of_blocks(
     device = acting.device
     number = number if chosen is None else len(chosen)
     total, logs, squares, largest = torch.zeros(4, batch, heads, number, device=device)
-    kept = _kept_rows((batch, heads, number, columns), sink_rows, device)
+    if counting is not None and chosen is not None:
+        counting = counting[:, chosen]
+    kept = _kept_rows((batch, heads, number, columns), sink_rows, device, counting)
     mass = torch.zeros(batch, heads, columns, device=device)
-    hidden = None if counting is None else ~(counting if chosen is None else counting[:, chosen])[:, None]
+    hidden = None if counting is None else ~counting[:, None]
     some: Tensor | None = None  # rows of the map that are kept where columns come one after the other
     for rows, where, part in acting.blocks(chosen):
         size = part.abs().float()
@@ -149,12 +153,14 @@ def _of_blocks(
     return sums_over_rows(found, (counts if chosen is None else counts[..., chosen]) * used, statistics), sink
 
 
-def _kept_rows(shape: tuple[int, int, int, int], wanted: int | None, device: torch.device) -> Tensor:
+def _kept_rows(
+    shape: tuple[int, int, int, int], wanted: int | None, device: torch.device, counting: Tensor | None
+) -> Tensor:
     """Rows of a map that is made column by column, so few that they are no more than some chunks."""
     batch, heads, number, columns = shape
     few = max(16, 16 * ELEMENTS // max(1, batch * heads * columns))
     most = min(number, few if not wanted else min(few, wanted))
-    return middles(number, most, device)
+    return middles(number, most, device, counting)
 
 
 def _seen(shape: tuple[int, ...], attn_mask: Tensor | None, is_causal: bool, device: torch.device) -> Tensor:

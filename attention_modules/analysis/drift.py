@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +23,8 @@ from attention_modules.analysis.agreement import (
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
-from attention_modules.hosts.base import Swapped
-from attention_modules.hosts.discovery import Selector
+from attention_modules.hosts.base import acting_mechanism
+from attention_modules.hosts.discovery import Selector, survey
 from attention_modules.hosts.trained import forget_made
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import Mechanism
@@ -151,7 +151,9 @@ def swap_drift(
     forget_made(together)
     before = shared_copy(model).eval()
     observable = shared_copy(model).eval()
-    make_observable(observable, [name for name in names if not isinstance(observable.get_submodule(name), Swapped)])
+    mechanisms = {name: getattr(observable.get_submodule(name), "mechanism", None) for name in names}
+    make_observable(observable, [name for name, found in mechanisms.items() if acting_mechanism(found) is None])
+    crossed = {name for layer in survey(model).layers if layer.cross for name in layer.names}
     alone = {
         name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
     }
@@ -167,12 +169,12 @@ def swap_drift(
         if whole is None:
             kind = named if logits is None else logits
             whole, outputs = AgreementSums(kind), {name: AgreementSums(kind) for name in names}
-        with _entropies(observable, {name: sums[name].entropy_before for name in names}):
+        with _entropies(observable, {name: sums[name].entropy_before for name in names}, crossed):
             call(observable, batch)
         for name, copy in alone.items():
             if isinstance(copy, str):
                 continue
-            with _entropies(copy, {name: sums[name].entropy_after}):
+            with _entropies(copy, {name: sums[name].entropy_after}, crossed):
                 result, layers_after = _recorded(copy, call, batch, [name])
             sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], valid))
             outputs[name].add(output_of(result)[0], wanted, valid)
@@ -215,18 +217,13 @@ def _mechanism_of(model: nn.Module, name: str) -> AttentionMechanism:
     return found
 
 
-def _plain_layers(model: nn.Module) -> list[str]:
-    """The names of self-attention layers without a mechanism."""
-    return [layer.name for layer in attention_layers(model) if layer.mechanism is None]
-
-
 def _swapped_alone(
     model: nn.Module, name: str, mechanism: Mechanism, options: Mapping[str, Any], built: AttentionMechanism
 ) -> nn.Module | str:
     """A copy of the model with the mechanism in one layer, or why there can be none."""
     copy = shared_copy(model).eval()
     if set(built.needs) & set(READS):  # plain softmax gives the other layers' values
-        make_observable(copy, _plain_layers(copy))
+        make_observable(copy, [layer.name for layer in attention_layers(copy) if layer.mechanism is None])
     try:
         swap_attention(copy, mechanism, where=[name], **options)
     except AttentionSwapError as error:
@@ -276,16 +273,16 @@ def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> 
 
 
 @contextmanager
-def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
+def _entropies(model: nn.Module, sums: Mapping[str, _Sums], crossed: Collection[str]) -> Iterator[None]:
     """Add the entropy of these layers' attention, and of how many rows it is, while the model runs."""
 
-    def observe(into: _Sums) -> Callable[..., None]:
+    def observe(name: str, into: _Sums) -> Callable[..., None]:
         def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
-            counting = seen_tokens(kwargs.get("attn_mask"), *args[:2])
+            seen = None if name in crossed else seen_tokens(kwargs.get("attn_mask"), *args[:2])
             try:
                 acting = acting_map(mechanism, *args, **kwargs)
-                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=counting, **given)
+                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=seen, **given)
             except NoMapError:
                 return
             into.add(*sums["entropy"])
@@ -294,7 +291,7 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums]) -> Iterator[None]:
 
     handles = []
     for name, into in sums.items():
-        handles.append(_mechanism_of(model, name).register_forward_pre_hook(observe(into), with_kwargs=True))
+        handles.append(_mechanism_of(model, name).register_forward_pre_hook(observe(name, into), with_kwargs=True))
     try:
         yield
     finally:

@@ -268,7 +268,7 @@ def sink_shares(
     number, columns = q.shape[2], k.shape[2]
     kept = torch.arange(number, device=q.device)
     if max_rows is not None and number > max_rows:
-        kept = middles(number, max_rows, q.device)
+        kept = middles(number, max_rows, q.device, counting)
     with torch.autocast(q.device.type, enabled=False):
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

@@ -15,7 +15,7 @@ from attention_modules.hosts.base import Host, Swapped, has_hooks
 from attention_modules.hosts.forwards import is_own_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, query_parts
-from attention_modules.hosts.weights import Rows, quantized, wrapped_by_peft
+from attention_modules.hosts.weights import Rows, quantized, trained_instead, wrapped_by_peft
 from attention_modules.masks import OTHERS
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec
 from attention_modules.mechanisms.shared.shown import ShownMap
@@ -237,8 +237,9 @@ class SwappedMultiheadAttention(Swapped):
         first, second, third = self._sequence_first(query, key, value)
         _check_sizes(self, first, second, third, key_padding_mask, attn_mask)
         q, k, v = self._project(first, second, third)
-        if not (torch.compiler.is_compiling() or same_view(query, key)):
-            setattr(k, OTHERS, True)
+        watched = not torch.compiler.is_compiling() and trained_instead(self.mechanism)._forward_pre_hooks
+        if watched and not same_view(query, key):
+            setattr(k, OTHERS, (query != key).any() if query.shape == key.shape else True)
         weights = ShownMap(batched=batched or average_attn_weights)
         asked = {"weights": weights} if need_weights and self.mechanism.gives_weights else {}
         mask = _merge_masks(attn_mask, key_padding_mask, self.num_heads, q.dtype)

@@ -51,9 +51,17 @@ class OfTheData(Regression):
         return super(Regression, self).train_dataloader()
 
 
-def fit_counted(*callbacks):
+class ReadsInSetup(OfTheData):
+    def setup(self, stage):
+        self.width = self.trainer.datamodule.width
+
+    def build_model(self):
+        return nn.Linear(self.width, 4)
+
+
+def fit_counted(*callbacks, kind=OfTheData):
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    task, run = OfTheData(), pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks], **quiet)
+    task, run = kind(), pl.Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks], **quiet)
     run.fit(task, datamodule=Counted())
     return task
 
@@ -80,6 +88,16 @@ def test_pruning_and_freezing_find_the_network_of_a_task():
             self.make_trainable(pl_module.model)
 
     assert fit_counted(Frozen()).model.weight.requires_grad
+
+    class Later(Frozen):
+        def freeze_before_training(self, pl_module):
+            pass
+
+        def on_fit_start(self, trainer, pl_module):
+            self.freeze(pl_module.model)
+            super().on_fit_start(trainer, pl_module)
+
+    assert fit_counted(Later(), kind=ReadsInSetup).model.weight.requires_grad
 
 
 def optimizer_of(task):

@@ -344,9 +344,16 @@ def _as_many_as_wide(given: Tensor) -> Tensor | None:
     return None if number < 8 * width else middles(number, width, given.device)
 
 
-def middles(number: int, most: int, device: torch.device) -> Tensor:
-    """The middles of so many parts of equal size of a number of rows: none stands for more of them than others do."""
-    return (2 * torch.arange(most, device=device) + 1) * number // (2 * most)
+def middles(number: int, most: int, device: torch.device, counting: Tensor | None = None) -> Tensor:
+    """The middles of so many parts of equal size of a number of rows: none stands for more of them than others do.
+
+    Of the rows that count in some sample, boolean ``[B, N]``, where there are such; all of these where they are few.
+    """
+    rows = torch.arange(number, device=device)
+    if counting is not None and len(some := counting.any(0).nonzero()[:, 0]):
+        rows = some
+    most = min(most, len(rows))
+    return rows[(2 * torch.arange(most, device=device) + 1) * len(rows) // (2 * most)]
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

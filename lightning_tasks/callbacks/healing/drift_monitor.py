@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 from weakref import ReferenceType, ref
@@ -30,7 +30,7 @@ from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, as_it_is,
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
-from lightning_tasks.files.swaps import saved_plans
+from lightning_tasks.files.swaps import PLANS, saved_plans
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
 from lightning_tasks.training.distributed import EpochSums, log_joined
 from lightning_tasks.training.eager import eager
@@ -80,7 +80,6 @@ class DriftMonitor(Callback):
         self._seeing = ExitStack()
         self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
         self._sums = EpochSums()
-        self._resumed: str | None = None
         self._told = False  # of layers without a map
         self._is_new = False  # whether the teacher was kept for the run that begins
 
@@ -103,7 +102,8 @@ class DriftMonitor(Callback):
         if not self._is_new or self.state_key in checkpoint["callbacks"]:
             return
         names = checkpoint.get("state_dict")  # strategies that spread weights have none there
-        if names is None or saved_plans(checkpoint) or any("mechanism" in name.split(".") for name in names):
+        swapped = vars(pl_module).get(PLANS) or _mechanisms(dict(pl_module.named_parameters()))
+        if names is None or saved_plans(checkpoint) or _mechanisms(names) or not swapped:  # or by hand, unmarked
             self._warn_of_later_weights(trainer)
             return
         raise ValueError(
@@ -254,13 +254,15 @@ class DriftMonitor(Callback):
         forget_actions(pl_module, self)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._forget()
-        self._is_new = False
-        forget_actions(pl_module, self)
+        self.teardown(trainer, pl_module, "")
 
     def _forget(self) -> None:
         self._seeing.close()
         self._seen = None
+
+
+def _mechanisms(names: Iterable[str]) -> bool:
+    return any("mechanism" in name.split(".") for name in names)
 
 
 def _line(what: str, layer: str) -> str:

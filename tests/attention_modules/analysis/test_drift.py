@@ -156,6 +156,29 @@ def test_cross_attention_is_compared_where_it_is_named():
         assert row.relative_error > 0.01
 
 
+@torch.no_grad()
+def test_every_row_counts_of_attention_to_as_many_other_tokens():
+    from transformers import BartConfig, BartModel
+
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = BartConfig(vocab_size=20, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes)
+    model = BartModel(config).eval()
+    ids, mask = torch.randint(3, 20, (2, 6)), torch.ones(2, 6, dtype=torch.long)
+    mask[:, 3:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids.flip(1)}
+    drift = swap_drift(model, "sink", given, where="*.encoder_attn", start=-60.0)
+    model.set_attn_implementation("eager")
+    shown = model(**given, output_attentions=True).cross_attentions[0]
+    entropy = -torch.special.xlogy(shown, shown).sum(-1).mean().item()
+    assert drift.layers[0].entropy_before == pytest.approx(entropy, rel=1e-4)
+
+
+def test_a_layer_of_our_own_is_compared_as_it_is():
+    model = nn.Sequential(SelfAttention(16, 2, "sigmoid"), SelfAttention(16, 2, "sigmoid"))
+    for row in swap_drift(model, "sigmoid", torch.randn(2, 9, 16)).layers:
+        assert row.entropy_before == row.entropy_after
+
+
 def test_the_mask_counts_by_place_too_and_not_in_an_encoder_decoder():
     def forward(input_ids, attention_mask=None):
         return input_ids

@@ -409,6 +409,20 @@ def test_rows_of_padding_do_not_count(name):
     torch.testing.assert_close(sink[1:, :, 2:6], shares, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax", "sigmoid", "twicing"])
+def test_rows_that_stand_for_others_are_of_those_that_count(name):
+    (q, k, v), seen = torch.randn(3, 1, 2, 80, 8), torch.arange(80) < 4
+    acting = acting_map(build_mechanism(name, SPEC), q, k, v, attn_mask=seen[None])
+    few, all_rows = (
+        acting_sums(acting, attn_mask=seen[None], sink_rows=rows, every_row=not rows, counting=seen[None])
+        for rows in (2, 0)
+    )
+    for of, (total, rows) in few[0].items():
+        torch.testing.assert_close(total / rows, all_rows[0][of][0] / all_rows[0][of][1])
+    assert few[1].sum(-1).allclose(torch.ones(1, 2))
+
+
 class Stated(AttentionMechanism):
     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
         return squared(q, k, v)

@@ -319,11 +319,23 @@ def test_plain_weights_that_come_later_than_the_teacher_are_refused(by_hand, tmp
     for run in ("fit", "validate"):
         module = Task()
         if by_hand:
-            swap_attention(module, "l2")
+            swap_attention(module, "sink")
         watching = Heal(THREE) if run == "fit" else DriftMonitor()
         again = pl.Trainer(callbacks=[*([] if by_hand else [SwapAttention("l2")]), watching], max_steps=9, **QUIET)
         with pytest.raises(ValueError, match="which tells of no swap, come later: load them before the swap"):
             getattr(again, run)(module, data(), ckpt_path=tmp_path / "plain.ckpt")
+
+
+@pytest.mark.parametrize("mechanism", ["sigmoid", "sink"])
+def test_a_checkpoint_of_a_module_that_was_swapped_by_hand_is_told_of(mechanism, tmp_path):
+    def swapped():
+        module = Task()
+        swap_attention(module, mechanism)
+        return module
+
+    fit(swapped(), [], data(), max_steps=2).save_checkpoint(tmp_path / "by_hand.ckpt")
+    with pytest.warns(UserWarning, match="the teacher is the module as it is built now, before the checkpoint's"):
+        pl.Trainer(callbacks=[DriftMonitor()], **QUIET).validate(swapped(), data(), ckpt_path=tmp_path / "by_hand.ckpt")
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -324,10 +324,23 @@ class Reads(TinyLM):
         super().__init__(lr=0.0)
         self.attn = nn.MultiheadAttention(modules.DIM, 2, batch_first=True)
 
+    others = staticmethod(lambda x: x.flip(1).contiguous())
+
     def training_step(self, batch, batch_idx):
         x, hidden = self.net["embed"](batch[0]), torch.zeros(batch[0].shape, dtype=torch.bool)
         hidden[:, 3:] = True
-        return self.attn(x, x.flip(1).contiguous(), x.flip(1).contiguous(), key_padding_mask=hidden)[0].sum()
+        return self.attn(x, self.others(x), self.others(x), key_padding_mask=hidden)[0].sum()
+
+
+def test_equal_tokens_are_the_same_whatever_holds_them(monkeypatch):
+    found = []
+    for copied in (lambda x: x, torch.clone):
+        monkeypatch.setattr(Reads, "others", staticmethod(copied))
+        torch.manual_seed(0)
+        found.append(fit(Reads(), [AttentionMonitor(where="attn")], batches(1), batches(1)).callback_metrics)
+    shown = [name for name in found[0] if name.startswith("val/attention")]
+    assert len(shown) > 5
+    assert [found[1][name] for name in shown] == [pytest.approx(float(found[0][name])) for name in shown]
 
 
 def test_every_row_counts_of_attention_to_other_tokens():
