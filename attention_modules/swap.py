@@ -257,7 +257,7 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
             if layer.host.spreads_heads and (mesh := mesh_of(layer.module)) is not None:
                 spread(built, mesh, made)
                 layer.module.head_mesh = mesh
-            layer.module.__dict__["fixed_tokens"] = tokens
+            vars(layer.module).update(fixed_tokens=tokens, fixed_window=getattr(layer.module, "window_size", None))
         _settle(model, shared or any(map(shares_values, modules.values())))
         swapped_layer: Any
         for swapped_layer in modules.values():

@@ -68,12 +68,11 @@ def describe(found: Survey, layer: Found) -> AttentionLayer:
     network = found.network_of(layer.name)
     inside = [name for name in selves if name in network.layers]
     spec = layer.host.spec(layer.module, None if layer.cross else inside.index(layer.name))
-    fixed = None
+    parts = layer.name.split(".")
+    ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
     if spec.num_tokens is None:
-        parts = layer.name.split(".")
-        ancestors = [found.modules[".".join(parts[:depth])] for depth in range(len(parts))]
         spec = spec.placed(num_tokens=layer.host.num_tokens(layer.module, ancestors))
-        fixed = spec.num_tokens if layer.host.fixes_length(ancestors) else None
+    fixed = spec.num_tokens if layer.host.fixes_length(ancestors) else None
     spec = spec.placed(layer_name=layer.name or None)
     number = None if layer.cross else selves.index(layer.name)
     return AttentionLayer(layer.name, layer.module, layer.host, spec, number, network.name, fixed)

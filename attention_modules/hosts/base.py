@@ -43,6 +43,8 @@ class Swapped(nn.Module):
     """The processes over which its heads are spread (tensor parallelism), if so."""
     fixed_tokens: int | None = None
     """How many tokens each call has, where the model fixes it and the mechanism counts columns."""
+    fixed_window: Any = None
+    """The rows and columns in which these lay at the swap, where the layer says so."""
     masks_tokens: ClassVar[bool] = True
     """Whether its masks hide tokens of a sequence, and the host does not check itself what they say of positions."""
     emptied = False
@@ -70,11 +72,14 @@ class Swapped(nn.Module):
         mask, is_causal = without_causal_bias(given.get("attn_mask"), given.get("is_causal", False), q)
         if mask is not given.get("attn_mask"):
             given |= {"attn_mask": mask, "is_causal": is_causal}
-        if self.fixed_tokens is not None and q.shape[2] != self.fixed_tokens:
+        window = getattr(self, "window_size", None)
+        if self.fixed_tokens is not None and (q.shape[2] != self.fixed_tokens or window != self.fixed_window):
+            windows = "" if window is None else f", in windows of {window} (at the swap {self.fixed_window})"
             raise RuntimeError(
-                f"{type(self.mechanism).__name__} counts columns, and the model has positions for {self.fixed_tokens} "
-                f"tokens, of which this layer is given {q.shape[2]}: which ones they are is not known (masked "
-                "autoencoders, dropped patches, another image size); give it all, or choose another mechanism"
+                f"{type(self.mechanism).__name__} counts columns, and the model had positions for {self.fixed_tokens} "
+                f"tokens at the swap, of which this layer is given {q.shape[2]}{windows}: which ones they are is not "
+                "known (masked autoencoders, dropped patches, another image size); give it all, choose another "
+                "mechanism, or after set_input_size() restore and swap anew"
             )
         if self.mechanism.counts_columns and self.masks_tokens and given.get("attn_mask") is not None:
             check_columns(type(self.mechanism).__name__, given["attn_mask"])
@@ -398,7 +403,7 @@ class Host(ABC):
         """Make a swapped layer plain again."""
         self._restore_query(layer)
         del layer.dropped_query
-        for own in ("link", "head_mesh", "fixed_tokens", "made_at", "emptied", "__module__"):
+        for own in ("link", "head_mesh", "fixed_tokens", "fixed_window", "made_at", "emptied", "__module__"):
             layer.__dict__.pop(own, None)
         self._take_mechanism(layer)
         _set_class(layer, layer.plain_class)

@@ -277,7 +277,7 @@ class UnknownSizes(AttentionSpec):
         kind = vars(self)["kind"]
         where = f"{kind.__name__} {self.layer_name!r}" if self.layer_name else kind.__name__
         raise ValueError(
-            f"{name} of {where} cannot be told from its code, and its forward takes more than one sequence: pass "
+            f"{name} of {where} cannot be told from its code, nor from a call with one short sequence: pass "
             "example=, what the model takes, to swap_attention (in Lightning: example_input_array), or declare the "
             f"class: attnswap.declare_host({kind.__name__}, qkv=..., heads=...)"
         )

@@ -313,7 +313,8 @@ What else to know:
   sliding windows and padding behind are not. A program of `torch.jit.trace` keeps no such check. Models that drop or
   shuffle tokens (`patch_drop_rate`, ViTMAE) are refused. Vision transformers of timm, torchvision and transformers, and
   lightly's decoder, say how many tokens they have positions for. A call with fewer or more (lightly's `idx_keep`,
-  another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches.
+  another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches,
+  and a window of another size (timm's `set_input_size`).
   VJEPA2's predictor is refused, its encoder is not. Without a table of positions (DINOv3, DETR's encoder, NaFlexViT)
   nothing is noticed: give images of one shape.
 - DataParallel on several devices: `value_residual`, `neutreno` and `elliptical` end with an error. Use DDP.

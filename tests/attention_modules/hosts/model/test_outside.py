@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer
 
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.hosts import attention_layers
 
 
 @pytest.fixture
@@ -132,7 +133,7 @@ def test_a_part_of_a_models_tokens_is_no_input_for_what_counts_columns(library, 
             if mechanism == "sink":
                 layers(model, other)
                 continue
-            with pytest.raises(RuntimeError, match=r"counts columns, and the model has positions for 17 tokens"):
+            with pytest.raises(RuntimeError, match=r"counts columns, and the model had positions for 17 tokens"):
                 layers(model, other)
     swap_attention(model, "softmax")
     layers(model, tokens[:, ::2])
@@ -148,8 +149,35 @@ def test_the_tokens_of_an_image_are_all_that_a_vision_transformer_gives(name, to
     model = of_hugging_face(name)().eval()
     swap_attention(model, "position_bias")
     assert model(torch.randn(1, 3, 64, 64)).last_hidden_state.shape[1] == tokens
-    with pytest.raises(RuntimeError, match=f"has positions for {tokens} tokens"):
+    with pytest.raises(RuntimeError, match=f"had positions for {tokens} tokens"):
         model(torch.randn(1, 3, 32, 32), **({} if name.startswith("Dino") else {"interpolate_pos_encoding": True}))
+
+
+@pytest.mark.parametrize("mechanism", ["position_bias", "scaled", "dam", "sink"])
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("swin_tiny_patch4_window7_224", {"window_size": (4, 4)}),
+        ("swin_tiny_patch4_window7_224", {"window_size": (4, 16)}),  # as many tokens
+        ("swinv2_cr_tiny_ns_224", {"window_size": (4, 4)}),
+        ("beit_base_patch16_224", {"img_size": (96, 96)}),
+    ],
+)
+def test_windows_of_another_size_are_no_input_for_what_counts_columns(name, other, mechanism):
+    windows = {} if name.startswith("beit") else {"window_size": 8}
+    model = timm.create_model(name, img_size=128, **windows).eval()
+    first = attention_layers(model)[0].name
+    swap_attention(model, mechanism, where=first)
+    model.set_input_size(**(same := {"img_size": (128, 128), **windows}))
+    model(torch.randn(1, 3, 128, 128))
+    model.set_input_size(**{**same, **other})
+    image = torch.randn(1, 3, *other.get("img_size", (128, 128)))
+    if mechanism != "sink":
+        with pytest.raises(RuntimeError, match=r"at the swap, of which .* after set_input_size\(\) restore and swap"):
+            model(image)
+        restore_attention(model)
+        swap_attention(model, mechanism, where=first)
+    model(image)
 
 
 @pytest.mark.parametrize("mechanism", ["position_bias", "scaled", "dam", "sink"])
