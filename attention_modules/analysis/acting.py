@@ -13,7 +13,7 @@ from attention_modules.analysis.chunks import ChunkedLogits, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
 from attention_modules.analysis.statistics import STATISTICS, Statistic, row_values, sink_shares, sums_over_rows
 from attention_modules.kernels import without_autocast
-from attention_modules.mechanisms.shared.acting import ELEMENTS, ActingMap, FactorMap, middles
+from attention_modules.mechanisms.shared.acting import ELEMENTS, ActingMap, FactorMap, middles, once
 
 
 def acting_sums(
@@ -59,7 +59,7 @@ def acting_sums(
             return _of_factors(acting, statistics, sink_rows, counting)
         rows = None if every_row else acting.some_rows()
         if rows is not None and counting is not None:
-            rows = middles(acting.shape[2], len(rows), acting.device, counting)
+            rows = middles(acting.shape[2], len(rows), acting.device, counting.any(0))
         return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows, counting)
 
 
@@ -116,7 +116,7 @@ def _of_blocks(
     number = number if chosen is None else len(chosen)
     total, logs, squares, largest = torch.zeros(4, batch, heads, number, device=device)
     if counting is not None and chosen is not None:
-        counting = counting[:, chosen]
+        counting = counting[:, chosen] & once(chosen)
     kept = _kept_rows((batch, heads, number, columns), sink_rows, device, counting)
     mass = torch.zeros(batch, heads, columns, device=device)
     hidden = None if counting is None else ~counting[:, None]
@@ -145,7 +145,7 @@ def _of_blocks(
     }
     sink = None
     if sink_rows is not None:
-        counted = used if some is None else used[..., kept]
+        counted = used if some is None else used[..., kept] & once(kept)
         mass = mass if some is None else (some / whole[..., kept, None]).masked_fill(~counted[..., None], 0.0).sum(-2)
         sink = mass / counted.sum(-1, keepdim=True)
     counts = _seen(acting.shape, attn_mask, is_causal, device)[:, :heads]
@@ -160,7 +160,7 @@ def _kept_rows(
     batch, heads, number, columns = shape
     few = max(16, 16 * ELEMENTS // max(1, batch * heads * columns))
     most = min(number, few if not wanted else min(few, wanted))
-    return middles(number, most, device, counting)
+    return middles(number, most, device, None if counting is None else counting.any(0))
 
 
 def _seen(shape: tuple[int, ...], attn_mask: Tensor | None, is_causal: bool, device: torch.device) -> Tensor:

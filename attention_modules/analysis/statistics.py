@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention_modules.analysis.chunks import ChunkedLogits, check_shapes, split_mask
 from attention_modules.analysis.kernels import lse_and_mean_key
-from attention_modules.mechanisms.shared.acting import middles
+from attention_modules.mechanisms.shared.acting import middles, once
 
 Statistic = Literal["entropy", "normalised_entropy", "effective_support", "largest_probability"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
@@ -266,22 +266,21 @@ def sink_shares(
     """
     _check(q, k, attn_mask, STATISTICS)
     number, columns = q.shape[2], k.shape[2]
-    kept = torch.arange(number, device=q.device)
-    if max_rows is not None and number > max_rows:
-        kept = middles(number, max_rows, q.device, counting)
+    most = number if max_rows is None else min(number, max_rows)
+    kept = middles(number, most, q.device, counting).view(-1, 1, most, 1)  # of each sample, where these differ
     with torch.autocast(q.device.type, enabled=False):
         if attn_mask is not None:
             attn_mask = attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
-            attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., kept, :]
+            attn_mask = attn_mask if attn_mask.shape[-2] == 1 else attn_mask.take_along_dim(kept, -2)
         visible, bias = split_mask(attn_mask)
         if is_causal:
-            past = torch.arange(columns, device=q.device) <= kept[:, None]
-            visible = past.view(1, 1, *past.shape) if visible is None else visible & past
+            past = torch.arange(columns, device=q.device) <= kept
+            visible = past if visible is None else visible & past
         if counting is not None:
-            rows_seen = counting[:, None, kept, None]
+            rows_seen = counting[:, None, :, None].take_along_dim(kept, 2) & once(kept.squeeze(-1)).unsqueeze(-1)
             visible = rows_seen.expand(-1, -1, -1, columns) if visible is None else visible & rows_seen
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        attention = ChunkedLogits(q[:, :, kept].float(), k.float(), visible, bias, False, scale)
+        attention = ChunkedLogits(q.take_along_dim(kept, 2).float(), k.float(), visible, bias, False, scale)
         mass: Tensor = torch.zeros(*k.shape[:3], device=k.device)
         rows: Tensor = torch.zeros(k.shape[:2], device=k.device)
         for logits in attention.chunks():

@@ -129,7 +129,8 @@ def computes_more(owner: nn.Module, tensor: str = "weight") -> str | None:
     # Hooks of accelerate replace the object's forward too, and compute the same.
     if hasattr(owner, tensor) and known and (hasattr(owner, "_hf_hook") or not has_other_forward(owner)):
         return None
-    return (
+    codes = quantized(owner, tensor) if isinstance(getattr(owner, tensor, None), Tensor) else None
+    return codes or (
         f"the weights of a projection in {type(owner).__name__} cannot be read, as it has a forward of its own: merge "
         "what it adds into a plain layer (one that adds nothing can do without that forward), or leave this layer out"
     )

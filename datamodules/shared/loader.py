@@ -88,24 +88,38 @@ class ResumableLoader(DataLoader):
 
     _given = (0, 0)  # an epoch, and how many of its batches were given
     _skip = 0
+    _open = 0  # passes that are not over
     _resume: dict[str, Any] | None = None
 
     def __iter__(self) -> Any:
         # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
-        # asks for the iterator before that.
-        resume, self._resume = self._resume, None
-        self._skip = 0
+        # asks for the iterator before that. Who takes one batch, of more, may only look at it.
+        resume, self._skip = self._resume, 0
         if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
             self._refuse_other_batches(resume)
             self._skip = resume["batches"]
-        again, first, given = self._is_same_epoch(), self._skip, 0
-        for given, batch in enumerate(super().__iter__(), start=1):
-            if again and given == 2:  # who takes one batch only looks at it
+        again, first, place = self._is_same_epoch(), self._skip, self._skip
+        self._open += 1
+        try:
+            for place, batch in enumerate(super().__iter__(), start=first + 1):
+                epoch, before = self._given
+                is_pass = place > first + 1 or place == len(self)
+                if is_pass:
+                    self._settle(resume)
+                if place == first + 2 and again:
+                    self._warn_of_same_epoch()
+                if is_pass or self._open == 1 or epoch != self._order.epoch or before < place:
+                    self._given = self._order.epoch, place
+                yield batch
+            self._settle(resume)
+            if place < first + 2 and again:
                 self._warn_of_same_epoch()
-            self._given = self._order.epoch, first + given
-            yield batch
-        if again and given < 2:
-            self._warn_of_same_epoch()
+        finally:
+            self._open -= 1
+
+    def _settle(self, resume: dict[str, Any] | None) -> None:
+        if self._resume is resume:
+            self._resume = None
 
     def _warn_of_same_epoch(self) -> None:
         warnings.warn(

@@ -347,13 +347,18 @@ def _as_many_as_wide(given: Tensor) -> Tensor | None:
 def middles(number: int, most: int, device: torch.device, counting: Tensor | None = None) -> Tensor:
     """The middles of so many parts of equal size of a number of rows: none stands for more of them than others do.
 
-    Of the rows that count in some sample, boolean ``[B, N]``, where there are such; all of these where they are few.
+    Of the rows that count, boolean ``[..., N]``, where these are known: some several times where they are fewer.
     """
-    rows = torch.arange(number, device=device)
-    if counting is not None and len(some := counting.any(0).nonzero()[:, 0]):
-        rows = some
-    most = min(most, len(rows))
-    return rows[(2 * torch.arange(most, device=device) + 1) * len(rows) // (2 * most)]
+    places = 2 * torch.arange(most, device=device) + 1
+    if counting is None or most == number:
+        return places * number // (2 * most)
+    seen = counting.cumsum(-1)
+    return torch.searchsorted(seen, places * seen[..., -1:] // (2 * most), right=True).clamp(max=number - 1)
+
+
+def once(rows: Tensor) -> Tensor:
+    """Which of :func:`middles` are not the row before them again."""
+    return rows.diff(dim=-1, prepend=rows[..., :1] - 1) != 0
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

@@ -326,7 +326,14 @@ class Codes(nn.Parameter):
 Codes.__module__ = "torchao.dtypes"
 
 
-@each_row("how", ["int8", "float8", "torchao", "a method"])
+class Decoded(nn.Linear):
+    """A quantizer's layer, with a forward of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@each_row("how", ["int8", "float8", "torchao", "a method", "a layer"])
 def test_quantized_weights_are_refused_by_name(how: str) -> None:
     projection = nn.Linear(8, 8)
     weight = projection.weight.data
@@ -336,10 +343,13 @@ def test_quantized_weights_are_refused_by_name(how: str) -> None:
         projection.weight = nn.Parameter(weight.to(torch.float8_e4m3fn), requires_grad=False)
     elif how == "torchao":
         projection._parameters["weight"] = Codes(weight)
+    elif how == "a layer":
+        projection = Decoded(8, 8)
+        projection.weight = nn.Parameter((weight * 127).to(torch.uint8), requires_grad=False)
     else:  # torch.ao.nn.quantized.dynamic.Linear
         del projection._parameters["weight"]
         projection.weight = lambda: weight
-    with pytest.raises(ValueError, match=r"Linear is quantized .*dequantize"):
+    with pytest.raises(ValueError, match=r"(Linear|Decoded) is quantized .*dequantize"):
         Rows(projection, 0, 4).weight()
 
 

@@ -18,6 +18,7 @@ from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.acting import ChunkedMap, DenseMap, FactorMap, LinearMap, SumMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
 from attention_modules.testing import Subject
+from tests.another_device import AnotherDevice
 from tests.attention_modules.compare import as_it_must
 
 TOKENS = 9
@@ -421,6 +422,26 @@ def test_rows_that_stand_for_others_are_of_those_that_count(name):
     for of, (total, rows) in few[0].items():
         torch.testing.assert_close(total / rows, all_rows[0][of][0] / all_rows[0][of][1])
     assert few[1].sum(-1).allclose(torch.ones(1, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["softmax", "sigmoid"])
+def test_short_samples_have_rows_of_their_own_beside_long_ones_without_a_wait(name):
+    (q, k, v), keys = torch.randn(3, 2, 2, 80, 8), torch.arange(80)
+    mask = torch.stack([keys < 80, keys < 4]).view(2, 1, 1, 80)
+    module = build_mechanism(name, SPEC)
+
+    def found(mask, *given):
+        counting = seen_tokens(mask, *given[:2])
+        return acting_sums(acting_map(module, *given, attn_mask=mask), attn_mask=mask, sink_rows=8, counting=counting)
+
+    sums, sink = found(mask, q, k, v)
+    alone, shares = found(mask[1:, ..., :4], *(each[1:, :, :4] for each in (q, k, v)))
+    few = {of: (total / rows)[1:] for of, (total, rows) in sums.items()}
+    torch.testing.assert_close(few, {of: total / rows for of, (total, rows) in alone.items()})
+    torch.testing.assert_close(sink[1:, :, :4], shares)
+    with AnotherDevice("cuda", float64=True, may_wait=False):
+        found(mask, q, k, v)
 
 
 class Stated(AttentionMechanism):

@@ -39,15 +39,22 @@ class Draws:
 
 def test_a_look_at_a_batch_counts_nothing_of_a_resumed_epoch():
     loader, resumed = (ResumableLoader(DATA, batch_size=2, shuffle=True) for _ in range(2))
-    given = iter(loader)
-    first = next(given).tolist()
+    given, whole = iter(loader), batches(loader)
     next(given)
+    next(given)
+    next(iter(loader))
+    assert loader.state_dict()["batches"] == 2
     resumed.load_state_dict(loader.state_dict())
+    next(iter(resumed))
     given = iter(resumed)
+    assert next(given).tolist() == whole[2]
+    next(iter(resumed))
+    assert resumed.state_dict()["batches"] == 3
     next(given)
-    assert next(iter(resumed)).tolist() == first
-    next(given)
+    next(iter(resumed))
     assert resumed.state_dict()["batches"] == 4
+    assert [each.tolist() for each in given] == whole[4:]
+    assert batches(resumed) == whole
 
 
 class Told(list):
@@ -67,6 +74,8 @@ def test_a_loop_that_tells_no_epoch_hears_that_one_is_given_again():
     resumed.load_state_dict(loader.state_dict())
     with pytest.warns(UserWarning, match="was given whole"):
         assert batches(resumed) == []
+    with warnings.catch_warnings(record=True):
+        assert batches(resumed) == first
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert next(iter(loader)).tolist() == first[0]  # a look at a batch
