@@ -188,6 +188,9 @@ class LocAteR(Callback):
         saved = self._saved_trace(layer)
         return now if saved is None else saved.to(now)
 
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._joined[id(optimizer)] = self._backward_passes  # gradients that no step has taken in are given up
+
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._backward_passes += 1
 

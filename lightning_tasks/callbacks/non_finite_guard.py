@@ -153,6 +153,9 @@ class NonFiniteGuard(Callback):
         self._sample = Sample(*place, batch, random_state(pl_module.device))
         self._judged = None
 
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self._window = _Window()  # gradients that no step has taken in are given up
+
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         if self._sample is not None:
             self._sample.losses.append(loss.detach().sum())  # a scalar, unless the module gave its gradient

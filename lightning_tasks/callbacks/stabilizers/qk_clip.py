@@ -200,6 +200,9 @@ class QKClip(QueryKeyObserver):
         for index in self._held_by(optimizer):
             self._largest[index] = self._current[index]
 
+    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        self.forget_earlier(optimizer)
+
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:

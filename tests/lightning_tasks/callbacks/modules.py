@@ -100,6 +100,18 @@ class TwoOptimizers(TinyLM):
             self.untoggle_optimizer(optimizer)
 
 
+def stepping(kind, when):
+    """A module that takes the steps of some batches, and leaves out those of others after their backward pass."""
+
+    class Steps(kind):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            if when(batch_idx):
+                optimizer.step()
+
+    return Steps
+
+
 def fit(module, callbacks=(), loader=None, val_loader=None, **trainer_options):
     """Train on the CPU with nothing printed or written; returns the trainer."""
     options = {

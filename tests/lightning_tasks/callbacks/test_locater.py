@@ -34,6 +34,7 @@ from tests.lightning_tasks.callbacks.modules import (
     batches,
     fit,
     network,
+    stepping,
     weights_of,
 )
 from tests.lightning_tasks.programs import run_ranks
@@ -283,6 +284,15 @@ def test_two_callbacks_log_each_under_its_own_name():
     assert {"locater/penalty", "locater/penalty_1"} <= logged.keys()
     assert logged["locater/penalty_1"] == alone["locater/penalty"]
     assert logged["locater/penalty_1"] != logged["locater/penalty"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_whose_step_the_module_leaves_out_add_no_penalty(accumulate):
+    found, expected, plain = (stepping(kind, lambda batch: batch > 3)() for kind in (TinyLM, PenaltyInLoss, TinyLM))
+    for module, callbacks in ((found, [callback()]), (expected, []), (plain, [])):
+        fit(module, callbacks, batches(12), accumulate_grad_batches=accumulate)
+    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=TOLERANCE, rtol=0)
+    assert (weights_of(found) - weights_of(plain)).abs().max() > 1e-3
 
 
 def test_a_batch_without_loss_adds_no_penalty():

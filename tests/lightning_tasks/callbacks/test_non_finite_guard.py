@@ -21,7 +21,7 @@ from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR, NonFiniteGuard, non_finite_guard as guard_module
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.training.non_finite import Flags, NonFiniteError, dataset_indices, plain
-from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, stepping, weights_of
 from tests.lightning_tasks.language_data import SMALL, RandomText, trainer
 from tests.rows import each_row
 
@@ -198,6 +198,16 @@ def test_a_skipped_step_is_one_that_was_not_taken(optimizer, tmp_path, capsys):
     logger.save()
     assert [(row["step"], row[SKIPPED]) for row in read_metrics(logger.log_dir) if row.get(SKIPPED)] == [("2", "1.0")]
     assert torch.load(f"{logger.log_dir}/non_finite_step_2.pt", weights_only=True)["indices"] == [4, 5]
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_a_batch_whose_step_the_module_leaves_out_is_no_fault(action, reading):
+    guarded, plain = (stepping(Poisoned, lambda batch: batch != 2)() for _ in range(2))
+    guard = NonFiniteGuard(action)
+    fit(guarded, [guard])
+    fit(plain)
+    assert torch.equal(weights_of(guarded), weights_of(plain))
+    assert guard.skipped == 0
 
 
 def test_skips_in_a_row_end_the_run_and_others_do_not():

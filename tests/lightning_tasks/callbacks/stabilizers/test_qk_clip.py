@@ -10,7 +10,16 @@ from torch.utils.data import DataLoader
 from attention_modules import build_mechanism, swap_attention
 from lightning_tasks.callbacks import NonFiniteGuard, QKClip
 from lightning_tasks.callbacks.stabilizers import qk_clip
-from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    TinyLM,
+    TwoOptimizers,
+    batches,
+    fit,
+    stepping,
+    weights_of,
+)
 from tests.lightning_tasks.callbacks.stabilizers.ranks import TAU
 from tests.rows import each_row
 
@@ -197,6 +206,16 @@ def test_what_is_seen_behind_a_step_counts_for_the_next_alone(every_n_steps):
     else:
         fit(expected, [QKClip(TAU, layers=[0])], in_turn(first, third))
     torch.testing.assert_close(weights_of(looks), weights_of(expected), atol=0, rtol=1e-5)
+
+
+def test_batches_whose_step_the_module_leaves_out_count_nothing():
+    second, first = batches(2)
+    found, expected, both = stepping(TinyLM, lambda batch: batch == 1)(lr=0.0), TinyLM(lr=0.0), TinyLM(lr=0.0)
+    fit(found, [QKClip(TAU)], in_turn(first, second))
+    fit(expected, [QKClip(TAU)], in_turn(second))
+    fit(both, [QKClip(TAU)], in_turn(first, second), accumulate_grad_batches=2)
+    assert torch.equal(weights_of(found), weights_of(expected))
+    assert not torch.equal(weights_of(found), weights_of(both))
 
 
 def test_each_of_several_steps_in_a_batch_clips():
