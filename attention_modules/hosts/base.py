@@ -72,7 +72,7 @@ class Swapped(nn.Module):
         mask, is_causal = without_causal_bias(given.get("attn_mask"), given.get("is_causal", False), q)
         if mask is not given.get("attn_mask"):
             given |= {"attn_mask": mask, "is_causal": is_causal}
-        window = getattr(self, "window_size", None)
+        window = None if self.fixed_tokens is None else getattr(self, "window_size", None)
         if self.fixed_tokens is not None and (q.shape[2] != self.fixed_tokens or window != self.fixed_window):
             windows = "" if window is None else f", in windows of {window} (at the swap {self.fixed_window})"
             raise RuntimeError(
