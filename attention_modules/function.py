@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attention_modules.base import NEEDS, AttentionMechanism, AttentionSpec
 from attention_modules.masks import combine_masks
+from attention_modules.mechanisms.shared.kept import held_by_function
 
 AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
@@ -66,6 +67,8 @@ class FunctionAttention(AttentionMechanism):
                 f"{type(self).__name__} takes neither is_causal nor attn_mask, and this layer hides the future; add "
                 "is_causal=False to the function's parameters, and heed it there"
             )
+        for name, value in options.items():
+            _refuse_trained(f"the option {name!r} of {type(self).__name__} is a module or tensor that trains", value)
         self.options = options
 
     def extra_repr(self) -> str:
@@ -152,12 +155,26 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     return known
 
 
+def _refuse_trained(what: str, value: object, names: set[str] | None = None) -> None:
+    """Refuse modules and tensors that train, as the value itself or, where given, as attributes of these names."""
+    held = [value]
+    if names is not None:
+        has = {**vars(value), **getattr(value, "_parameters", {}), **getattr(value, "_modules", {})}
+        held = [has[name] for name in names & has.keys()]
+    trained = (each for each in held if isinstance(each, nn.Module) or getattr(each, "requires_grad", False) is True)
+    if (found := next(trained, None)) is not None:
+        raise TypeError(
+            f"{what} ({type(found).__name__}), whose parameters the swapped model would not have: it would not train "
+            "or save them; write a subclass of AttentionMechanism: each layer gets one of its own"
+        )
+
+
 def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAttention]:
     if isinstance(owner, nn.Module):
-        raise TypeError(
-            f"{function.__qualname__} is a method of a module, {type(owner).__name__}, whose parameters the swapped "
-            "model would not have; write a subclass of AttentionMechanism: each layer gets one of its own"
-        )
+        _refuse_trained(f"{function.__qualname__} is a method of a module", owner)
+    for value, names in held_by_function(function):
+        if names is None or hasattr(value, "__dict__"):
+            _refuse_trained(f"{function.__qualname__} takes a module or tensor that trains from outside", value, names)
     parameters = list(inspect.signature(function).parameters.values())[3:]
     taken = [each.name for each in parameters if each.name in _TAKEN and each.kind is not each.VAR_KEYWORD]
     if taken:

@@ -209,6 +209,35 @@ class WithParameter(AttentionMechanism):
         self.gain = nn.Parameter(torch.ones(()))
 
 
+class Held:
+    window = 3
+
+    def __init__(self, gain):
+        self.gain, self.scale = gain, 2.0
+
+    def attention(self, q, k, v):
+        return bare(q * self.gain, k, v)
+
+    def scaled(self, q, k, v):
+        return bare(q * self.scale, k, v) + 0 * self.window
+
+
+PROJECTION, HELD = nn.Linear(8, 8), Held(nn.Parameter(torch.ones(())))
+
+
+def of_closure(gain):
+    return lambda q, k, v: bare(q * gain, k, v)
+
+
+def test_what_trains_is_no_option_and_what_does_not_may_be_held():
+    with pytest.raises(TypeError, match=r"the option 'temperature' of tempered is .* that trains \(Parameter\)"):
+        swap_attention(encoder(), tempered, temperature=nn.Parameter(torch.ones(())))
+    holder = WithParameter(SPEC)
+    holder.number = 2.0
+    for function in (HELD.scaled, of_closure(torch.ones(())), lambda q, k, v: bare(q * holder.number, k, v)):
+        swap_attention(encoder(), function)
+
+
 @each_row(
     ("given", "text"),
     [
@@ -217,7 +246,15 @@ class WithParameter(AttentionMechanism):
         (nn.Softmax, "subclass of AttentionMechanism or a function"),
         (rpc_attention, r"got rpc_attention\(k: .*"),
         (torch.bmm, "built-in method bmm"),
-        (WithParameter(SPEC).forward, "forward is a method of a module, WithParameter, whose parameters"),
+        (WithParameter(SPEC).forward, r"forward is a method of a module \(WithParameter\), whose parameters"),
+        (of_closure(nn.Parameter(torch.ones(()))), r"that trains from outside \(Parameter\), whose parameters"),
+        (of_closure(torch.ones((), requires_grad=True) * 2), r"that trains from outside \(Tensor\)"),
+        (lambda q, k, v: bare(PROJECTION(q), k, v), r"that trains from outside \(Linear\), whose parameters"),
+        (
+            functools.update_wrapper(functools.partial(tempered, temperature=HELD.gain), tempered),
+            r"that trains \(Parameter\)",
+        ),
+        (HELD.attention, r"Held.attention takes a module or tensor that trains from outside \(Parameter\)"),
         (lambda q, k, v, *, where=None: v, "a parameter 'where', which is an argument of the swap .spec, model, "),
         (3, "got 3"),
     ],

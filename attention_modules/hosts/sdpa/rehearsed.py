@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-import random
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import ProxyTypes
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from attention_modules.mechanisms.shared.kept import default_states, own_copy
 from attention_modules.sharing import SharedValues
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -37,15 +35,13 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     """
     own: dict[int, Any] = {}
     with torch.random.fork_rng(devices=_devices(model)), torch.compiler.set_stance("force_eager"), ExitStack() as back:
-        for draws in (random, getattr(sys.modules.get("numpy"), "random", None)):
-            if draws is not None:
-                get, put = ("getstate", "setstate") if draws is random else ("get_state", "set_state")
-                back.callback(getattr(draws, put), getattr(draws, get)())
+        for state in default_states():
+            back.callback(*state)
         parts, inside = [*_reached(model)], {id(part) for part in model.modules()}
         for part in parts:
             back.callback(_set_back, part, type(part), dict(vars(part)))
             most = math.inf if id(part) in inside else _SMALL
-            vars(part).update({name: _own(value, own, most) for name, value in vars(part).items()})
+            vars(part).update({name: own_copy(value, own, most) for name, value in vars(part).items()})
             vars(part).update({name: _that_compute(vars(part)[name]) for name in _HOOKS})
             vars(part)["training"] = False
         yield parts
@@ -95,27 +91,3 @@ def held_by(value: Any) -> Iterable[Any]:
         return (value.func, *value.args, *value.keywords.values())
     compiled = getattr(value, "_torchdynamo_orig_callable", None) if isinstance(value, FunctionType) else None
     return () if compiled is None else (compiled,)
-
-
-def _own(value: Any, known: dict[int, Any], most: float) -> Any:
-    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same.
-
-    So do tensors of more than so many numbers.
-    """
-    if id(value) in known:
-        return known[id(value)]
-    own = value
-    if isinstance(value, (dict, list, set, deque)):
-        with suppress(Exception):  # of a frozen one, which takes no values
-            own = copy.copy(value)
-        known[id(value)] = own
-        if own is not value and isinstance(own, (dict, list)):
-            for key, part in [*(own.items() if isinstance(own, dict) else enumerate(own))]:
-                made = _own(part, known, most)
-                with suppress(Exception):
-                    own[key] = made  # type: ignore[index]
-    elif type(value) is tuple:
-        own = known[id(value)] = tuple(_own(part, known, most) for part in value)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:
-        own = known[id(value)] = value.clone()
-    return own

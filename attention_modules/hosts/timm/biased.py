@@ -221,14 +221,23 @@ class LevitHost(_CachedBiasHost):
     name = "timm levit Attention"
     mixin = SwappedLevit
     library = "timm.models.levit"
-    parts = dataclasses.replace(JOINT_BY_HEAD, inner="linear")
+
+    def projections(self, layer: Any) -> Projections:
+        return JOINT_BY_HEAD if _is_folded(layer) else dataclasses.replace(JOINT_BY_HEAD, inner="linear")
 
     def limits(self, layer: Any) -> Limits:
         norm = "a batch norm follows its joint projection, whose statistics cannot be split between query and keys"
-        return dataclasses.replace(super().limits(layer), without_query=norm)
+        return dataclasses.replace(super().limits(layer), without_query=None if _is_folded(layer) else norm)
 
     def weights_refusal(self, layer: Any) -> str | None:
+        if _is_folded(layer):
+            return None
         return "a batch norm lies between the projection and the logits, so W depends on the batch"
+
+
+def _is_folded(layer: Any) -> bool:
+    """Whether timm's ``reparameterize_model`` has folded a layer's batch norms."""
+    return not hasattr(layer.qkv, "linear")
 
 
 class SwappedTiny(SwappedTimm):

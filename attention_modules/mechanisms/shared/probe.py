@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,9 @@ from attention_modules.mechanisms.shared.acting import (
     softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
+from attention_modules.mechanisms.shared.kept import default_states, held_by_function, own_copy, put_back_later
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call; a state is of other tokens
 
@@ -164,12 +167,20 @@ class _OfFewRows(torch.autograd.Function):
 def unobserved(module: nn.Module) -> Iterator[None]:
     """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
 
-    Calls have copies of buffers, and what they keep in attributes is as before at the end.
+    Calls have copies of buffers, tensors and containers. What they keep in attributes, in objects and generators that
+    these or a function hold is as before at the end.
     """
+    seen: dict[int, Any] = {}
+    known: dict[int, Any] = {}
     with ExitStack() as back:
         for part in list(module.modules()):
             back.callback(_set_state, part, dict(vars(part)), dict(part._buffers))
             part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
+            own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
+            of_function = (value for value, _ in held_by_function(getattr(part, "function", None)))
+            for value in (*own.values(), *of_function):
+                put_back_later(value, back, seen, known, math.inf)
+            vars(part).update({name: own_copy(value, known, math.inf) for name, value in own.items()})
             for name in _HOOKS:
                 before = getattr(part, name)
                 if before:
@@ -203,9 +214,12 @@ def _repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
     """Gives what sets random states to those of the start, as they are at the end again."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
     host, other = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
+    further = default_states()
 
     def again() -> None:
         torch.set_rng_state(host)
+        for put, *state in further:
+            put(*state)
         if other is not None:
             torch.cuda.set_rng_state(other, device)
 

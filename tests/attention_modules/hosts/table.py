@@ -317,6 +317,9 @@ What else to know:
   and a window of another size (timm's `set_input_size`).
   VJEPA2's predictor is refused, its encoder is not. Without a table of positions (DINOv3, DETR's encoder, NaFlexViT)
   nothing is noticed: give images of one shape.
+- Tools that fold a norm or a scale into the projections of queries, keys and values (timm's `reparameterize_model` of
+  NextViT, SmoothQuant, AWQ) know none that a mechanism adds (the gates of `gated` and `forgetting`, the decays of
+  linear-time mechanisms): the output changes. Fold before the swap.
 - DataParallel on several devices: `value_residual`, `neutreno` and `elliptical` end with an error. Use DDP.
 - DistributedDataParallel and FSDP: swap before wrapping. A swap of its `.module` that changes Parameters is refused.
 - A joint projection without its query rows is no `nn.Linear`: tools that choose layers by that class pass it by. Layers

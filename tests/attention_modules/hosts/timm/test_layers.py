@@ -205,6 +205,23 @@ def test_weights_behind_a_batch_norm_are_refused_by_name(name: str) -> None:
             read()
 
 
+@torch.no_grad()
+def test_weights_into_which_a_batch_norm_is_folded_are_read() -> None:
+    plain = layer("levit")
+    plain.eval()
+    plain.qkv.bn.running_var.uniform_(0.5, 2.0)
+    folded, x = copy.deepcopy(plain), plain.qkv.linear.weight.new_empty(2, 16, plain.qkv.linear.in_features).normal_()
+    folded.qkv = plain.qkv.fuse()
+    expected = plain(x)
+    for mechanism in ("softmax", "symmetric"):
+        swap_attention(folded, mechanism)
+        assert mechanism != "softmax" or torch.allclose(folded(x), expected, atol=1e-5)
+        restore_attention(folded)
+    torch.testing.assert_close(folded(x), expected)
+    (found,) = attention_layers(folded)
+    assert torch.equal(found.qk_weights()[1].flatten(0, 1)[:1], folded.qkv.weight[found.spec.head_dim][None])
+
+
 @each_row(
     ("name", "text"),
     [

@@ -1,20 +1,26 @@
 """Watching changes nothing: with each monitor, a model of every host trains to the same bits as without."""
 
+import random
 from contextlib import nullcontext
 from functools import partial
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 
 import attnswap
+from attention_modules import AttentionMechanism
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import (
+    AttentionDiversification,
     AttentionMapLogger,
     AttentionMonitor,
+    EntropyRegularizer,
     KernelPCAMonitor,
     LipschitzMonitor,
     LocAteR,
@@ -39,6 +45,74 @@ MONITORS = {
 }
 # Keys of a reduced image are no function of tokens, whose constant could be taken; and projections that nobody told.
 UNFIT = {("mmseg-segformer-reduced", "LipschitzMonitor"), ("sdpa", "SpectrumMonitor"), ("sdpa", "LocAteR")}
+
+
+class Keeps(AttentionMechanism):
+    """Keeps a mean of keys in what is no buffer."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.mean = torch.zeros(spec.num_heads, 1, spec.head_dim)
+
+    def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * k.detach().mean((0, 2)).unsqueeze(1))
+        return self.attend(q, k + 5 * self.mean, v, attn_mask, is_causal, scale)
+
+    def attend(self, q, k, v, attn_mask, is_causal, scale):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal, scale=scale)
+
+
+class Counts:
+    def __init__(self):
+        self.calls = 0
+
+    def draw(self):
+        self.calls += 1
+        return self.calls / 16 + random.random() + np.random.rand()  # noqa: NPY002 - what older code draws from
+
+
+class Draws(Keeps):
+    """Counts its calls in a plain object, and draws from generators of its own and of others."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.counts, self.generator = Counts(), torch.Generator().manual_seed(0)
+        self.others = [random.Random(0), np.random.default_rng(0)]
+
+    def attend(self, q, *rest):
+        noise = torch.randn(q.shape, generator=self.generator) * sum(each.random() for each in self.others)
+        return super().attend(q * (1 + self.counts.draw()) + 0.1 * noise, *rest)
+
+
+NOISE = torch.Generator()
+
+
+def noisy(q, k, v, attn_mask=None, is_causal=False):
+    q = q + 0.1 * torch.randn(q.shape, generator=NOISE)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: AttentionMonitor(every_n_steps=1),
+        lambda: EntropyRegularizer(0.0, target=0.3),
+        lambda: AttentionDiversification(0.0),
+    ],
+    ids=["monitor", "regularizer", "diversification"],
+)
+@pytest.mark.parametrize("mechanism", [Keeps, Draws, noisy])
+def test_what_a_mechanism_keeps_outside_of_buffers_stays(mechanism, make):
+    found = []
+    for callbacks in ([], [make()]):
+        pl.seed_everything(0, verbose=False)
+        NOISE.manual_seed(0)
+        module = TinyLM()
+        swap_attention(module, mechanism)
+        fit(module, callbacks)
+        found.append(weights_of(module))
+    assert torch.equal(*found)
 
 
 class Host(pl.LightningModule):
