@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import copyreg
+import dis
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import pairwise
+from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
@@ -12,7 +17,6 @@ from torch import Tensor, nn
 
 from attention_modules.base import NEEDS, AttentionMechanism, AttentionSpec
 from attention_modules.masks import combine_masks
-from attention_modules.mechanisms.shared.kept import held_by_function
 
 AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
@@ -155,23 +159,31 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     return known
 
 
+def _trains(value: object) -> bool:
+    tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
+    return any(each.requires_grad for each in tensors)
+
+
 def _refuse_trained(what: str, value: object, names: set[str] | None = None) -> None:
     """Refuse modules and tensors that train, as the value itself or, where given, as attributes of these names."""
     held = [value]
     if names is not None:
-        has = {**vars(value), **getattr(value, "_parameters", {}), **getattr(value, "_modules", {})}
+        has = {**vars(value), **(value._parameters | value._modules)} if isinstance(value, nn.Module) else vars(value)
         held = [has[name] for name in names & has.keys()]
-    trained = (each for each in held if isinstance(each, nn.Module) or getattr(each, "requires_grad", False) is True)
+    trained = (each for each in held if _trains(each))
     if (found := next(trained, None)) is not None:
         raise TypeError(
-            f"{what} ({type(found).__name__}), whose parameters the swapped model would not have: it would not train "
-            "or save them; write a subclass of AttentionMechanism: each layer gets one of its own"
+            f"{what} ({type(found).__name__}), which is no part of the swapped model: it is not trained, saved or "
+            "copied with it; write a subclass of AttentionMechanism: each layer gets one of its own"
         )
 
 
 def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAttention]:
     if isinstance(owner, nn.Module):
-        _refuse_trained(f"{function.__qualname__} is a method of a module", owner)
+        raise TypeError(
+            f"{function.__qualname__} is a method of a module ({type(owner).__name__}), whose parameters the swapped "
+            "model would not have; write a subclass of AttentionMechanism: each layer gets one of its own"
+        )
     for value, names in held_by_function(function):
         if names is None or hasattr(value, "__dict__"):
             _refuse_trained(f"{function.__qualname__} takes a module or tensor that trains from outside", value, names)
@@ -201,3 +213,42 @@ def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAtten
         **{name: getattr(function, name) for name in ("__module__", "__qualname__", "__doc__")},
     }
     return cast(type[FunctionAttention], _FunctionType(function.__name__, (FunctionAttention,), members))
+
+
+def held_by_function(function: Any) -> Iterator[tuple[Any, set[str] | None]]:
+    """What a function is bound to, was given before its call, or loads of its closure and module.
+
+    Beside it the names of attributes that its code reads there; None where it takes the whole.
+    """
+    if isinstance(function, partial):
+        yield from ((each, None) for each in (*function.args, *function.keywords.values()))
+        yield from held_by_function(function.func)
+    elif isinstance(function, MethodType):
+        of: Any = function.__func__
+        if isinstance(of, FunctionType):
+            yield function.__self__, _loads(of.__code__).get(of.__code__.co_varnames[0])
+        yield from held_by_function(of)
+    elif isinstance(function, FunctionType):
+        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        yield from ((each, None) for each in given)
+        loads = _loads(function.__code__)
+        held = {name: value for name, value in function.__globals__.items() if f"global {name}" in loads}
+        yield from ((value, loads[f"global {name}"]) for name, value in held.items())
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not filled yet
+                yield cell.cell_contents, loads.get(name, set())
+
+
+@lru_cache(maxsize=1_000)
+def _loads(code: CodeType) -> dict[str, set[str] | None]:
+    """By variable (a global as "global NAME"), which attributes are read of it; None where it is taken whole."""
+    found: dict[str, set[str] | None] = {}
+    for load, then in pairwise(dis.get_instructions(code)):
+        if load.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW"):
+            name = f"global {load.argval}" if load.opname == "LOAD_GLOBAL" else load.argval
+            names = found.setdefault(name, set())
+            if then.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+                found[name] = None
+            elif names is not None:
+                names.add(str(then.argval))
+    return found

@@ -22,6 +22,7 @@ class InOrder(SequentialSampler):
     """
 
     epoch = 0
+    told = False  # since the last pass began
 
     def __init__(self, samples: Any) -> None:
         super().__init__(samples)
@@ -29,7 +30,7 @@ class InOrder(SequentialSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Note the epoch; Lightning calls this."""
-        self.epoch = epoch
+        self.epoch, self.told = epoch, True
 
 
 class ResumableLoader(DataLoader):
@@ -89,16 +90,23 @@ class ResumableLoader(DataLoader):
     _given = (0, 0)  # an epoch, and how many of its batches were given
     _skip = 0
     _open = 0  # passes that are not over
+    _is_taken = False  # whether a pass was the first since the sampler was told an epoch
     _resume: dict[str, Any] | None = None
 
     def __iter__(self) -> Any:
         # A generator: workers start at the first batch, when Lightning has told the sampler its epoch. A resumed run
         # asks for the iterator before that. Who takes one batch, of more, may only look at it.
-        resume, self._skip = self._resume, 0
+        order = self._order
+        if is_told := getattr(order, "told", False):
+            order.told = False
+            if self._is_taken:  # another epoch begins, or this one from its start
+                self._resume = None
+        resume, self._skip, self._is_taken = self._resume, 0, self._is_taken or is_told
         if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
+            self._resume = None
             self._refuse_other_batches(resume)
-            self._skip = resume["batches"]
-        again, first, place = self._is_same_epoch(), self._skip, self._skip
+            self._resume, self._skip = resume, resume["batches"]
+        again, first, place = not is_told and self._is_same_epoch(), self._skip, self._skip
         self._open += 1
         try:
             for place, batch in enumerate(super().__iter__(), start=first + 1):
@@ -134,8 +142,7 @@ class ResumableLoader(DataLoader):
         order, number = self._order, len(self)
         if not isinstance(order, EpochShuffle):
             return False
-        told, order.told = order.told, False
-        return not told and (self._given == (order.epoch, number) or self._skip >= number > 0)
+        return bool(self._given == (order.epoch, number) or self._skip >= number > 0)
 
     @property
     def _index_sampler(self) -> Any:
@@ -173,7 +180,7 @@ class ResumableLoader(DataLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave out what was given before, when that epoch is iterated over, and go on with its seed."""
-        self._resume = dict(state)
+        self._resume, self._is_taken = dict(state), False
         self._given = state["epoch"], state["batches"]
         if state.get("seed") is not None and hasattr(self._order, "seed"):
             self._order.seed = state["seed"]

@@ -133,6 +133,11 @@ def calls_step_hooks(optimizer: Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False)) and type(kept) is OrderedDict
 
 
+def gives_up_gradients(pl_module: pl.LightningModule) -> bool:
+    """Whether gradients are gone behind ``on_before_zero_grad``: one's own ``optimizer_zero_grad`` may keep them."""
+    return type(pl_module).optimizer_zero_grad.__qualname__ == "LightningModule.optimizer_zero_grad"
+
+
 def check_step_hooks(owner: str, optimizers: Iterable[Optimizer]) -> None:
     """Check that hooks of their steps would be called.
 

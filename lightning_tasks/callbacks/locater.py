@@ -18,6 +18,7 @@ from attention_modules.sharing import WRAPPERS
 from lightning_tasks.callbacks.base import (
     Callback,
     Where,
+    gives_up_gradients,
     held_parameters,
     refuse_flat_shards,
     refuse_line_search,
@@ -189,7 +190,8 @@ class LocAteR(Callback):
         return now if saved is None else saved.to(now)
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._joined[id(optimizer)] = self._backward_passes  # gradients that no step has taken in are given up
+        if gives_up_gradients(pl_module):  # those that no step has taken in
+            self._joined[id(optimizer)] = self._backward_passes
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._backward_passes += 1

@@ -13,7 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
-from lightning_tasks.callbacks.base import Callback, is_strategy
+from lightning_tasks.callbacks.base import Callback, gives_up_gradients, is_strategy
 from lightning_tasks.files.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
@@ -154,7 +154,8 @@ class NonFiniteGuard(Callback):
         self._judged = None
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self._window = _Window()  # gradients that no step has taken in are given up
+        if gives_up_gradients(pl_module):  # those that no step has taken in
+            self._window = _Window()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
         if self._sample is not None:

@@ -247,9 +247,9 @@ def test_what_trains_is_no_option_and_what_does_not_may_be_held():
         (rpc_attention, r"got rpc_attention\(k: .*"),
         (torch.bmm, "built-in method bmm"),
         (WithParameter(SPEC).forward, r"forward is a method of a module \(WithParameter\), whose parameters"),
-        (of_closure(nn.Parameter(torch.ones(()))), r"that trains from outside \(Parameter\), whose parameters"),
+        (of_closure(nn.Parameter(torch.ones(()))), r"that trains from outside \(Parameter\), which is no part"),
         (of_closure(torch.ones((), requires_grad=True) * 2), r"that trains from outside \(Tensor\)"),
-        (lambda q, k, v: bare(PROJECTION(q), k, v), r"that trains from outside \(Linear\), whose parameters"),
+        (lambda q, k, v: bare(PROJECTION(q), k, v), r"that trains from outside \(Linear\), which is no part"),
         (
             functools.update_wrapper(functools.partial(tempered, temperature=HELD.gain), tempered),
             r"that trains \(Parameter\)",

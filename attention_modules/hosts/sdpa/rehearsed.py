@@ -14,11 +14,10 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from attention_modules.mechanisms.shared.kept import default_states, own_copy
+from attention_modules.mechanisms.shared.kept import SMALL, default_states, own_copy
 from attention_modules.sharing import SharedValues
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
-_SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 
 
 @contextmanager
@@ -40,7 +39,7 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
         parts, inside = [*_reached(model)], {id(part) for part in model.modules()}
         for part in parts:
             back.callback(_set_back, part, type(part), dict(vars(part)))
-            most = math.inf if id(part) in inside else _SMALL
+            most = math.inf if id(part) in inside else SMALL
             vars(part).update({name: own_copy(value, own, most) for name, value in vars(part).items()})
             vars(part).update({name: _that_compute(vars(part)[name]) for name in _HOOKS})
             vars(part)["training"] = False

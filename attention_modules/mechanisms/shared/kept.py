@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dis
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, suppress
-from functools import partial
-from itertools import pairwise
-from types import FunctionType, MethodType
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,12 +24,14 @@ _LIBRARIES = {
     "pytorch_lightning",
 }
 _LIBRARIES |= {"timm", "torch", "transformers", "weakref"}
+SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
+_FEW = 1_000  # entries of a container
 
 
 def own_copy(value: Any, known: dict[int, Any], most: float) -> Any:
     """The value with containers and tensors of its own; modules, Parameters and other objects stay the same.
 
-    So do tensors of more than so many numbers.
+    So do tensors of more than so many numbers, and broadcast ones.
     """
     if id(value) in known:
         return known[id(value)]
@@ -54,31 +52,42 @@ def own_copy(value: Any, known: dict[int, Any], most: float) -> Any:
     return own
 
 
-def put_back_later(value: Any, back: ExitStack, seen: dict[int, Any], known: dict[int, Any], most: float) -> None:
-    """Have generators of random numbers and attributes of plain objects be at the end as they are now.
+@contextmanager
+def as_before(values: Iterable[Any]) -> Iterator[None]:
+    """Inside, plain objects among some values, or in containers of them, have copies of small tensors and containers.
 
-    Args:
-        value: a generator, an object, or what holds some.
-        back: called at the end.
-        seen: what was met before, by identity.
-        known: as :func:`own_copy`, as is ``most``, of what objects hold.
-        most: likewise.
+    At the end their attributes, and generators of random numbers, are as they were.
     """
-    if id(value) in seen or isinstance(value, (nn.Module, Tensor, type)):
-        return
-    seen[id(value)] = value
-    if (state := random_state(value)) is not None:
-        back.callback(*state)
-    elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            put_back_later(each, back, seen, known, most)
-    elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
-        before = dict(vars(value))
-        back.callback(_set_attributes, value, before)
-        for each in before.values():
-            if (state := random_state(each)) is not None:
+    seen: dict[int, Any] = {}
+    known: dict[int, Any] = {}
+    waiting = list(values)
+    with ExitStack() as back:
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen or isinstance(value, (nn.Module, Tensor, type)):
+                continue
+            seen[id(value)] = value
+            if (state := random_state(value)) is not None:
                 back.callback(*state)
-        vars(value).update({name: own_copy(each, known, most) for name, each in before.items()})
+            elif isinstance(value, (dict, list, tuple)) and len(value) <= _FEW:
+                waiting.extend(value.values() if isinstance(value, dict) else value)
+            elif is_elsewhere(type(value)) and hasattr(value, "__dict__"):
+                before = dict(vars(value))
+                back.callback(_set_attributes, value, before)
+                waiting.extend(each for each in before.values() if random_state(each) is not None)
+                vars(value).update({name: small_copy(each, known) for name, each in before.items()})
+        yield
+
+
+def is_elsewhere(kind: type) -> bool:
+    """Whether a class is nobody's but the user's."""
+    return kind.__module__.partition(".")[0] not in _LIBRARIES
+
+
+def small_copy(value: Any, known: dict[int, Any]) -> Any:
+    """As :func:`own_copy`, of what is small; large tables and lists stay the same."""
+    is_long = isinstance(value, (dict, list, set, deque, tuple)) and len(value) > _FEW
+    return value if is_long else own_copy(value, known, SMALL)
 
 
 def _set_attributes(value: Any, before: dict[str, Any]) -> None:
@@ -91,7 +100,7 @@ def random_state(value: Any) -> tuple[Any, ...] | None:
     if isinstance(value, torch.Generator):
         return value.set_state, value.get_state()
     if isinstance(value, random.Random):
-        return value.setstate, value.getstate()
+        return None if isinstance(value, random.SystemRandom) else (value.setstate, value.getstate())
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
         return None
@@ -106,38 +115,3 @@ def default_states() -> list[tuple[Any, ...]]:
     if (numpy := sys.modules.get("numpy")) is not None:
         states.append((numpy.random.set_state, numpy.random.get_state()))
     return states
-
-
-def held_by_function(function: Any) -> Iterator[tuple[Any, set[str] | None]]:
-    """What a function is bound to, was given before its call, or loads of its closure and module.
-
-    Beside it the names of attributes that its code reads there; None where it takes the whole.
-    """
-    if isinstance(function, partial):
-        yield from ((each, None) for each in (*function.args, *function.keywords.values()))
-        yield from held_by_function(function.func)
-    elif isinstance(function, MethodType):
-        of: Any = function.__func__
-        if isinstance(of, FunctionType):
-            yield function.__self__, _read_of(of, of.__code__.co_varnames[:1])
-        yield from held_by_function(of)
-    elif isinstance(function, FunctionType):
-        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield from ((each, None) for each in given)
-        around = function.__globals__
-        held = {name: around[name] for name in function.__code__.co_names if name in around}
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not filled yet
-                held[name] = cell.cell_contents
-        yield from ((value, _read_of(function, (name,))) for name, value in held.items())
-
-
-def _read_of(function: FunctionType, names: tuple[str, ...]) -> set[str] | None:
-    code = [*dis.get_instructions(function)]
-    found = set()
-    for load, then in pairwise(code):
-        if load.argval in names and load.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW"):
-            if then.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                return None
-            found.add(str(then.argval))
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_modules.base import AttentionMechanism
+from attention_modules.function import held_by_function
 from attention_modules.kernels import taken_by
 from attention_modules.mechanisms.shared.acting import (
     TOLERANCE,
@@ -27,7 +27,7 @@ from attention_modules.mechanisms.shared.acting import (
     softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.kept import default_states, held_by_function, own_copy, put_back_later
+from attention_modules.mechanisms.shared.kept import as_before, default_states, is_elsewhere, small_copy
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -167,20 +167,19 @@ class _OfFewRows(torch.autograd.Function):
 def unobserved(module: nn.Module) -> Iterator[None]:
     """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
 
-    Calls have copies of buffers, tensors and containers. What they keep in attributes, in objects and generators that
-    these or a function hold is as before at the end.
+    Calls have copies of buffers, and what they keep in attributes is as before at the end: of a class that is nobody's
+    but the user's, small tensors and containers, and the generators and objects in its attributes or of its function.
     """
-    seen: dict[int, Any] = {}
     known: dict[int, Any] = {}
     with ExitStack() as back:
         for part in list(module.modules()):
             back.callback(_set_state, part, dict(vars(part)), dict(part._buffers))
             part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
-            own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
-            of_function = (value for value, _ in held_by_function(getattr(part, "function", None)))
-            for value in (*own.values(), *of_function):
-                put_back_later(value, back, seen, known, math.inf)
-            vars(part).update({name: own_copy(value, known, math.inf) for name, value in own.items()})
+            if is_elsewhere(type(part)):
+                own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
+                of_function = (value for value, _ in held_by_function(getattr(part, "function", None)))
+                back.enter_context(as_before([*own.values(), *of_function]))
+                vars(part).update({name: small_copy(value, known) for name, value in own.items()})
             for name in _HOOKS:
                 before = getattr(part, name)
                 if before:

@@ -24,7 +24,14 @@ from attention_modules.stabilizers.clip import (
     query_key_weights,
     shared_elsewhere,
 )
-from lightning_tasks.callbacks.base import Where, calls_step_hooks, check_step_hooks, held_parameters, unfreezes_later
+from lightning_tasks.callbacks.base import (
+    Where,
+    calls_step_hooks,
+    check_step_hooks,
+    gives_up_gradients,
+    held_parameters,
+    unfreezes_later,
+)
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
@@ -201,7 +208,8 @@ class QKClip(QueryKeyObserver):
             self._largest[index] = self._current[index]
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
-        self.forget_earlier(optimizer)
+        if gives_up_gradients(pl_module):
+            self.forget_earlier(optimizer)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

@@ -57,6 +57,26 @@ def test_a_look_at_a_batch_counts_nothing_of_a_resumed_epoch():
     assert batches(resumed) == whole
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_run_from_scratch_behind_a_resumed_one_that_failed_begins_at_the_start(shuffle):
+    loader = ResumableLoader(DATA, batch_size=2, shuffle=shuffle)
+    whole = batches(loader)
+    loader.load_state_dict({"epoch": 0, "batches": 2})
+    next(iter(loader))  # a look, before the trainer tells the epoch
+    loader.sampler.set_epoch(0)
+    next(iter(loader))  # another
+    failed = iter(loader)
+    assert next(failed).tolist() == whole[2]
+    loader.sampler.set_epoch(0)
+    assert batches(loader) == whole
+    del failed
+    loader.load_state_dict({"epoch": 0, "batches": 2, "batch_size": 3})
+    with pytest.raises(ValueError, match="batch_size is 3 there and 2 here"):
+        batches(loader)
+    loader.sampler.set_epoch(0)
+    assert batches(loader) == whole
+
+
 class Told(list):
     """Is told the epoch, and does not say it."""
 

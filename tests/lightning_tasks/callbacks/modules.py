@@ -112,6 +112,17 @@ def stepping(kind, when):
     return Steps
 
 
+def keeping(kind, steps):
+    """A module that gathers the gradients of so many batches itself, and takes a step behind them."""
+
+    class Keeps(stepping(kind, lambda batch: (batch + 1) % steps == 0)):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            if batch_idx % steps == 0:
+                optimizer.zero_grad()
+
+    return Keeps
+
+
 def fit(module, callbacks=(), loader=None, val_loader=None, **trainer_options):
     """Train on the CPU with nothing printed or written; returns the trainer."""
     options = {

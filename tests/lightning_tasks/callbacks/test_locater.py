@@ -33,6 +33,7 @@ from tests.lightning_tasks.callbacks.modules import (
     TwoOptimizers,
     batches,
     fit,
+    keeping,
     network,
     stepping,
     weights_of,
@@ -291,6 +292,14 @@ def test_batches_whose_step_the_module_leaves_out_add_no_penalty(accumulate):
     found, expected, plain = (stepping(kind, lambda batch: batch > 3)() for kind in (TinyLM, PenaltyInLoss, TinyLM))
     for module, callbacks in ((found, [callback()]), (expected, []), (plain, [])):
         fit(module, callbacks, batches(12), accumulate_grad_batches=accumulate)
+    torch.testing.assert_close(weights_of(found), weights_of(expected), atol=TOLERANCE, rtol=0)
+    assert (weights_of(found) - weights_of(plain)).abs().max() > 1e-3
+
+
+def test_batches_that_the_module_gathers_itself_add_their_penalty():
+    found, expected, plain = (keeping(kind, 3)() for kind in (TinyLM, PenaltyInLoss, TinyLM))
+    for module, callbacks in ((found, [callback()]), (expected, []), (plain, [])):
+        fit(module, callbacks, batches(12))
     torch.testing.assert_close(weights_of(found), weights_of(expected), atol=TOLERANCE, rtol=0)
     assert (weights_of(found) - weights_of(plain)).abs().max() > 1e-3
 
