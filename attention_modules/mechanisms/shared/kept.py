@@ -14,16 +14,8 @@ import torch
 from torch import Tensor, nn
 
 # Whose objects are left as they are: they keep nothing of a call, or all that a program holds.
-_LIBRARIES = {
-    "accelerate",
-    "attention_modules",
-    "builtins",
-    "lightning",
-    "lightning_tasks",
-    "peft",
-    "pytorch_lightning",
-}
-_LIBRARIES |= {"timm", "torch", "transformers", "weakref"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) | {"accelerate", "attention_modules", "lightning", "lightning_tasks"}
+_LIBRARIES |= {"numpy", "peft", "pytorch_lightning", "timm", "torch", "transformers", "wandb"}
 SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
 _FEW = 1_000  # entries of a container
 
@@ -91,8 +83,9 @@ def small_copy(value: Any, known: dict[int, Any]) -> Any:
 
 
 def _set_attributes(value: Any, before: dict[str, Any]) -> None:
-    vars(value).clear()
-    vars(value).update(before)
+    for name in vars(value).keys() - before.keys():
+        del vars(value)[name]
+    vars(value).update(before)  # never empty meanwhile: another thread may read it
 
 
 def random_state(value: Any) -> tuple[Any, ...] | None:
