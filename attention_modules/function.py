@@ -52,7 +52,7 @@ class FunctionAttention(AttentionMechanism):
         **options: the function's further arguments.
 
     Raises:
-        TypeError: if the function does not take the options, or the layer gives them.
+        TypeError: if the function does not take the options, the layer gives them, or one of them trains.
         ValueError: if the layer is causal, and the function takes neither ``is_causal`` nor ``attn_mask``.
     """
 
@@ -149,7 +149,8 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     """The mechanism of a function, under the function's name: the same class for the same function.
 
     Raises:
-        TypeError: if an option of the function cannot be given, or it is a method of a module.
+        TypeError: if an option of the function cannot be given, it is a method of a module, or it takes a module or
+            tensor that trains from its closure, its module or what it is bound to.
     """
     owner = getattr(function, "__self__", None)
     key = id(owner), id(getattr(function, "__func__", function))

@@ -102,7 +102,7 @@ class ResumableLoader(DataLoader):
             if self._is_taken:  # another epoch begins, or this one from its start
                 self._resume = None
         resume, self._skip, self._is_taken = self._resume, 0, self._is_taken or is_told
-        if resume is not None and resume["epoch"] == self._order.epoch and resume["batches"]:
+        if resume is not None and resume["epoch"] == order.epoch and resume["batches"]:
             self._resume = None
             self._refuse_other_batches(resume)
             self._resume, self._skip = resume, resume["batches"]
@@ -116,8 +116,8 @@ class ResumableLoader(DataLoader):
                     self._settle(resume)
                 if place == first + 2 and again:
                     self._warn_of_same_epoch()
-                if is_pass or self._open == 1 or epoch != self._order.epoch or before < place:
-                    self._given = self._order.epoch, place
+                if is_pass or self._open == 1 or epoch != order.epoch or before < place:
+                    self._given = order.epoch, place
                 yield batch
             self._settle(resume)
             if place < first + 2 and again:

@@ -14,7 +14,7 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from attention_modules.mechanisms.shared.kept import SMALL, default_states, own_copy
+from attention_modules.mechanisms.shared.kept import SMALL, default_states, own_copy, put_back
 from attention_modules.sharing import SharedValues
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -53,8 +53,7 @@ def _devices(model: nn.Module) -> list[int]:
 def _set_back(part: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
     if type(part) is not kind:  # one that becomes another class in its first forward
         part.__class__ = kind  # type: ignore[assignment]
-    vars(part).clear()
-    vars(part).update(attributes)
+    put_back(vars(part), attributes)
 
 
 def _that_compute(hooks: dict[int, Any]) -> dict[int, Any]:

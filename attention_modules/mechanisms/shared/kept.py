@@ -65,7 +65,7 @@ def as_before(values: Iterable[Any]) -> Iterator[None]:
                 waiting.extend(value.values() if isinstance(value, dict) else value)
             elif is_elsewhere(type(value)) and hasattr(value, "__dict__"):
                 before = dict(vars(value))
-                back.callback(_set_attributes, value, before)
+                back.callback(put_back, vars(value), before)
                 waiting.extend(each for each in before.values() if random_state(each) is not None)
                 vars(value).update({name: small_copy(each, known) for name, each in before.items()})
         yield
@@ -82,10 +82,11 @@ def small_copy(value: Any, known: dict[int, Any]) -> Any:
     return value if is_long else own_copy(value, known, SMALL)
 
 
-def _set_attributes(value: Any, before: dict[str, Any]) -> None:
-    for name in vars(value).keys() - before.keys():
-        del vars(value)[name]
-    vars(value).update(before)  # never empty meanwhile: another thread may read it
+def put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
+    """Have a dict hold what it held before; never nothing meanwhile, as another thread may read it."""
+    for name in held.keys() - before.keys():
+        del held[name]
+    held.update(before)
 
 
 def random_state(value: Any) -> tuple[Any, ...] | None:

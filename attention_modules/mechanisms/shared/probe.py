@@ -27,7 +27,7 @@ from attention_modules.mechanisms.shared.acting import (
     softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.kept import as_before, default_states, is_elsewhere, small_copy
+from attention_modules.mechanisms.shared.kept import as_before, default_states, is_elsewhere, put_back, small_copy
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -173,7 +173,8 @@ def unobserved(module: nn.Module) -> Iterator[None]:
     known: dict[int, Any] = {}
     with ExitStack() as back:
         for part in list(module.modules()):
-            back.callback(_set_state, part, dict(vars(part)), dict(part._buffers))
+            back.callback(put_back, part._buffers, dict(part._buffers))
+            back.callback(put_back, vars(part), dict(vars(part)))
             part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
             if is_elsewhere(type(part)):
                 own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
@@ -187,13 +188,6 @@ def unobserved(module: nn.Module) -> Iterator[None]:
                     setattr(part, name, OrderedDict(made))
                     back.callback(setattr, part, name, before)
         yield
-
-
-def _set_state(part: nn.Module, attributes: dict[str, Any], buffers: dict[str, Tensor | None]) -> None:
-    for held, before in ((vars(part), attributes), (part._buffers, buffers)):
-        for name in held.keys() - before.keys():
-            del held[name]
-        held.update(before)
 
 
 @contextmanager

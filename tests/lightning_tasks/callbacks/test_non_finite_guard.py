@@ -21,7 +21,15 @@ from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR, NonFiniteGuard, non_finite_guard as guard_module
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.training.non_finite import Flags, NonFiniteError, dataset_indices, plain
-from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, batches, fit, stepping, weights_of
+from tests.lightning_tasks.callbacks.modules import (
+    TinyLM,
+    TwoOptimizers,
+    batches,
+    fit,
+    keeping,
+    stepping,
+    weights_of,
+)
 from tests.lightning_tasks.language_data import SMALL, RandomText, trainer
 from tests.rows import each_row
 
@@ -208,6 +216,10 @@ def test_a_batch_whose_step_the_module_leaves_out_is_no_fault(action, reading):
     fit(plain)
     assert torch.equal(weights_of(guarded), weights_of(plain))
     assert guard.skipped == 0
+
+
+def test_a_fault_among_batches_that_the_module_gathers_itself_is_named(reading):
+    assert "batch 2): the loss is nan" in stopped(keeping(Poisoned, 5)())
 
 
 def test_skips_in_a_row_end_the_run_and_others_do_not():

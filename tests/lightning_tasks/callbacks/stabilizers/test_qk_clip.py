@@ -17,6 +17,7 @@ from tests.lightning_tasks.callbacks.modules import (
     TwoOptimizers,
     batches,
     fit,
+    keeping,
     stepping,
     weights_of,
 )
@@ -216,6 +217,14 @@ def test_batches_whose_step_the_module_leaves_out_count_nothing():
     fit(both, [QKClip(TAU)], in_turn(first, second), accumulate_grad_batches=2)
     assert torch.equal(weights_of(found), weights_of(expected))
     assert not torch.equal(weights_of(found), weights_of(both))
+
+
+def test_batches_that_the_module_gathers_itself_count():
+    found, expected = keeping(TinyLM, 2)(lr=0.0), TinyLM(lr=0.0)
+    second, first = batches(2)
+    fit(found, [QKClip(TAU)], in_turn(first, second))
+    fit(expected, [QKClip(TAU)], in_turn(first, second), accumulate_grad_batches=2)
+    assert torch.equal(weights_of(found), weights_of(expected))
 
 
 def test_each_of_several_steps_in_a_batch_clips():
