@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copyreg
-import dis
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import lru_cache, partial
-from itertools import pairwise
-from types import CodeType, FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
 from weakref import WeakValueDictionary
 
@@ -22,6 +17,10 @@ AttentionFunction = Callable[..., Tensor]
 FROM_THE_LAYER = ("attn_mask", "is_causal", "dropout_p", "scale")
 OF_THE_SWAP = ("where", "layers", "exclude", "example")
 _TAKEN = ("self", "spec", "model", "mechanism", *OF_THE_SWAP)
+OUTSIDE = (
+    "that trains and is no part of the swapped model: it is not trained, saved or copied with it; write a subclass of "
+    "AttentionMechanism: each layer gets one of its own"
+)
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -72,7 +71,9 @@ class FunctionAttention(AttentionMechanism):
                 "is_causal=False to the function's parameters, and heed it there"
             )
         for name, value in options.items():
-            _refuse_trained(f"the option {name!r} of {type(self).__name__} is a module or tensor that trains", value)
+            tensors = value.parameters() if isinstance(value, nn.Module) else (value,)
+            if any(isinstance(each, Tensor) and each.requires_grad for each in tensors):
+                raise TypeError(f"the option {name!r} of {type(self).__name__} is a {type(value).__name__} {OUTSIDE}")
         self.options = options
 
     def extra_repr(self) -> str:
@@ -149,8 +150,7 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     """The mechanism of a function, under the function's name: the same class for the same function.
 
     Raises:
-        TypeError: if an option of the function cannot be given, it is a method of a module, or it takes a module or
-            tensor that trains from its closure, its module or what it is bound to.
+        TypeError: if an option of the function cannot be given, or it is a method of a module.
     """
     owner = getattr(function, "__self__", None)
     key = id(owner), id(getattr(function, "__func__", function))
@@ -160,34 +160,12 @@ def function_class(function: AttentionFunction) -> type[FunctionAttention]:
     return known
 
 
-def _trains(value: object) -> bool:
-    tensors = value.parameters() if isinstance(value, nn.Module) else [value] if isinstance(value, Tensor) else ()
-    return any(each.requires_grad for each in tensors)
-
-
-def _refuse_trained(what: str, value: object, names: set[str] | None = None) -> None:
-    """Refuse modules and tensors that train, as the value itself or, where given, as attributes of these names."""
-    held = [value]
-    if names is not None:
-        has = {**vars(value), **(value._parameters | value._modules)} if isinstance(value, nn.Module) else vars(value)
-        held = [has[name] for name in names & has.keys()]
-    trained = (each for each in held if _trains(each))
-    if (found := next(trained, None)) is not None:
-        raise TypeError(
-            f"{what} ({type(found).__name__}), which is no part of the swapped model: it is not trained, saved or "
-            "copied with it; write a subclass of AttentionMechanism: each layer gets one of its own"
-        )
-
-
 def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAttention]:
     if isinstance(owner, nn.Module):
         raise TypeError(
             f"{function.__qualname__} is a method of a module ({type(owner).__name__}), whose parameters the swapped "
             "model would not have; write a subclass of AttentionMechanism: each layer gets one of its own"
         )
-    for value, names in held_by_function(function):
-        if names is None or hasattr(value, "__dict__"):
-            _refuse_trained(f"{function.__qualname__} takes a module or tensor that trains from outside", value, names)
     parameters = list(inspect.signature(function).parameters.values())[3:]
     taken = [each.name for each in parameters if each.name in _TAKEN and each.kind is not each.VAR_KEYWORD]
     if taken:
@@ -214,42 +192,3 @@ def _new_class(function: AttentionFunction, owner: object) -> type[FunctionAtten
         **{name: getattr(function, name) for name in ("__module__", "__qualname__", "__doc__")},
     }
     return cast(type[FunctionAttention], _FunctionType(function.__name__, (FunctionAttention,), members))
-
-
-def held_by_function(function: Any) -> Iterator[tuple[Any, set[str] | None]]:
-    """What a function is bound to, was given before its call, or loads of its closure and module.
-
-    Beside it the names of attributes that its code reads there; None where it takes the whole.
-    """
-    if isinstance(function, partial):
-        yield from ((each, None) for each in (*function.args, *function.keywords.values()))
-        yield from held_by_function(function.func)
-    elif isinstance(function, MethodType):
-        of: Any = function.__func__
-        if isinstance(of, FunctionType):
-            yield function.__self__, _loads(of.__code__).get(of.__code__.co_varnames[0])
-        yield from held_by_function(of)
-    elif isinstance(function, FunctionType):
-        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield from ((each, None) for each in given)
-        loads = _loads(function.__code__)
-        held = {name: value for name, value in function.__globals__.items() if f"global {name}" in loads}
-        yield from ((value, loads[f"global {name}"]) for name, value in held.items())
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # not filled yet
-                yield cell.cell_contents, loads.get(name, set())
-
-
-@lru_cache(maxsize=1_000)
-def _loads(code: CodeType) -> dict[str, set[str] | None]:
-    """By variable (a global as "global NAME"), which attributes are read of it; None where it is taken whole."""
-    found: dict[str, set[str] | None] = {}
-    for load, then in pairwise(dis.get_instructions(code)):
-        if load.opname in ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_FAST_BORROW"):
-            name = f"global {load.argval}" if load.opname == "LOAD_GLOBAL" else load.argval
-            names = found.setdefault(name, set())
-            if then.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                found[name] = None
-            elif names is not None:
-                names.add(str(then.argval))
-    return found

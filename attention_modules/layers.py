@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attention_modules.base import OPAQUE, drawing_apart
 from attention_modules.masks import check_columns, without_causal_bias
 from attention_modules.mechanism import AttentionSpec, Mechanism, build_mechanism, check_options, mechanism_class
+from attention_modules.mechanisms.shared.outside import refuse_outside
 from attention_modules.sharing import Link, from_the_layer
 
 
@@ -103,6 +104,7 @@ class SelfAttention(nn.Module):
         spec = AttentionSpec(dim, num_heads, self.head_dim, num_tokens, is_causal, layer_index)
         with drawing_apart():  # as in a swap: the other weights are those beside softmax attention
             built = build_mechanism(mechanism, spec, **(mechanism_options or {}))
+            refuse_outside(built)
         width = num_heads * self.head_dim
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
 

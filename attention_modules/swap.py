@@ -43,6 +43,7 @@ from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import READABLE, wrapped_by_peft
 from attention_modules.mechanism import AttentionMechanism, Mechanism, build_mechanism, mechanism_class
+from attention_modules.mechanisms.shared.outside import refuse_outside
 
 __all__ = ["AttentionSwapError", "SwapReport", "SwapRow", "restore_attention", "swap_attention", "swapped"]
 
@@ -414,6 +415,8 @@ def _build(
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
+    for layer, built in plan[:1]:
+        refuse_outside(built, layer.module)
     freeze_as_layers(plan)
     if found.networks[1:]:
         equalize_copies(found, plan)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attention_modules.function import NotTakenError
 from attention_modules.mechanism import AttentionMechanism, AttentionSpec, Mechanism, build_mechanism
+from attention_modules.mechanisms.shared.outside import refuse_outside
 
 BATCH = 2
 TOKENS = 7
@@ -40,6 +41,7 @@ class Subject:
     def new(self, tokens: int = TOKENS) -> AttentionMechanism:
         """A mechanism for ``tokens`` tokens, whose calls hide the future where they must, unless they say otherwise."""
         built = build_mechanism(self.mechanism, replace(self.spec, num_tokens=tokens), **self.options)
+        refuse_outside(built)
         if built.causality == "always":
             built.register_forward_pre_hook(
                 lambda module, args, given: (args, {"is_causal": True, **given}), with_kwargs=True

@@ -181,6 +181,8 @@ class ResumableLoader(DataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave out what was given before, when that epoch is iterated over, and go on with its seed."""
         self._resume, self._is_taken = dict(state), False
+        if hasattr(self._order, "told"):
+            self._order.told = False  # of a pass that never began
         self._given = state["epoch"], state["batches"]
         if state.get("seed") is not None and hasattr(self._order, "seed"):
             self._order.seed = state["seed"]

@@ -226,11 +226,15 @@ PROJECTION, HELD = nn.Linear(8, 8), Held(nn.Parameter(torch.ones(())))
 
 
 def of_closure(gain):
-    return lambda q, k, v: bare(q * gain, k, v)
+    return lambda q, k, v: bare(q * (gain[0] if isinstance(gain, list) else gain.exp()), k, v)
+
+
+def helping(q, k, v):
+    return HELD.attention(q, k, v)
 
 
 def test_what_trains_is_no_option_and_what_does_not_may_be_held():
-    with pytest.raises(TypeError, match=r"the option 'temperature' of tempered is .* that trains \(Parameter\)"):
+    with pytest.raises(TypeError, match="the option 'temperature' of tempered is a Parameter that trains"):
         swap_attention(encoder(), tempered, temperature=nn.Parameter(torch.ones(())))
     holder = WithParameter(SPEC)
     holder.number = 2.0
@@ -247,14 +251,18 @@ def test_what_trains_is_no_option_and_what_does_not_may_be_held():
         (rpc_attention, r"got rpc_attention\(k: .*"),
         (torch.bmm, "built-in method bmm"),
         (WithParameter(SPEC).forward, r"forward is a method of a module \(WithParameter\), whose parameters"),
-        (of_closure(nn.Parameter(torch.ones(()))), r"that trains from outside \(Parameter\), which is no part"),
-        (of_closure(torch.ones((), requires_grad=True) * 2), r"that trains from outside \(Tensor\)"),
-        (lambda q, k, v: bare(PROJECTION(q), k, v), r"that trains from outside \(Linear\), which is no part"),
+        (of_closure(nn.Parameter(torch.ones(()))), r"Parameter of shape \[\] that trains and is no part"),
+        (of_closure(torch.ones((), requires_grad=True) * 2), r"a Tensor of shape \[\] that trains"),
+        (of_closure([nn.Parameter(torch.ones(()))]), r"a Parameter of shape \[\] that trains"),
+        (torch.compile(of_closure(nn.Parameter(torch.ones(())))), r"a Parameter of shape \[\] that trains"),
+        (lambda q, k, v: bare(PROJECTION(q), k, v), r"a Parameter of shape \[8, 8\] that trains and is no part"),
+        (lambda q, k, v: bare(PROJECTION.forward(q), k, v), r"a Parameter of shape \[8, 8\] that trains"),
+        (lambda q, k, v: helping(q, k, v), r"a Parameter of shape \[\] that trains"),
         (
-            functools.update_wrapper(functools.partial(tempered, temperature=HELD.gain), tempered),
-            r"that trains \(Parameter\)",
+            functools.update_wrapper(functools.partial(passes_on, sharpness=HELD.gain), passes_on),
+            "the option 'sharpness' of passes_on is a Parameter that trains",
         ),
-        (HELD.attention, r"Held.attention takes a module or tensor that trains from outside \(Parameter\)"),
+        (HELD.attention, r"output of attention depends on a Parameter of shape \[\] that trains"),
         (lambda q, k, v, *, where=None: v, "a parameter 'where', which is an argument of the swap .spec, model, "),
         (3, "got 3"),
     ],

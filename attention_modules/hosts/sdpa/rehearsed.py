@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,7 +13,7 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from attention_modules.mechanisms.shared.kept import SMALL, default_states, own_copy, put_back
+from attention_modules.mechanisms.shared.kept import default_states, own_copies, put_back
 from attention_modules.sharing import SharedValues
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -26,23 +25,20 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
 
     Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer. It is the model itself
     that runs, as its parts may refer to each other in any way: by a list, a method, a closure. Its Parameters stay the
-    same; buffers, tensors, lists and dicts are copies meanwhile, of modules that it does not register the small ones.
-    Of objects of other kinds none is made.
+    same; all else that they keep is copied meanwhile (:func:`.own_copies`).
 
     Yields:
         the modules.
     """
-    own: dict[int, Any] = {}
     with torch.random.fork_rng(devices=_devices(model)), torch.compiler.set_stance("force_eager"), ExitStack() as back:
         for state in default_states():
             back.callback(*state)
-        parts, inside = [*_reached(model)], {id(part) for part in model.modules()}
-        for part in parts:
+        parts = [*_reached(model)]
+        kept = [{name: value for name, value in vars(part).items() if name not in _HOOKS} for part in parts]
+        for part, own in zip(parts, own_copies(kept), strict=True):
             back.callback(_set_back, part, type(part), dict(vars(part)))
-            most = math.inf if id(part) in inside else SMALL
-            vars(part).update({name: own_copy(value, own, most) for name, value in vars(part).items()})
-            vars(part).update({name: _that_compute(vars(part)[name]) for name in _HOOKS})
-            vars(part)["training"] = False
+            hooks = {name: _that_compute(vars(part)[name]) for name in _HOOKS}
+            vars(part).update({**own, **hooks, "training": False})
         yield parts
 
 

@@ -1,85 +1,160 @@
-"""What code keeps outside of Parameters and buffers, so that a call of ours changes none of it."""
+"""Copies of what code keeps outside of Parameters, so that a call of ours changes none of it."""
 
 from __future__ import annotations
 
 import copy
+import dis
+import io
+import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
 
-# Whose objects are left as they are: they keep nothing of a call, or all that a program holds.
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"accelerate", "attention_modules", "lightning", "lightning_tasks"}
-_LIBRARIES |= {"numpy", "peft", "pytorch_lightning", "timm", "torch", "transformers", "wandb"}
-SMALL = 1 << 20  # numbers of a tensor: a state of running means, and no table
-_FEW = 1_000  # entries of a container
+# Whose objects and functions are left as they are: they keep nothing of a call, or all that a program holds.
+_LIBRARIES = frozenset({"accelerate", "attention_modules", "lightning", "lightning_tasks", "peft"})
+_LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "wandb"}
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset, deque})
+Place = tuple[Callable[[dict[str, Any]], object], dict[str, Any]]  # what sets, and what is there
+_SHARED = (type, nn.Module, nn.Parameter, FunctionType, BuiltinFunctionType, ModuleType, *ProxyTypes)
 
 
-def own_copy(value: Any, known: dict[int, Any], most: float) -> Any:
-    """The value with containers and tensors of its own; modules, Parameters and other objects stay the same.
+def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of dicts and of all that they hold: what is one object, or memory, in the original is one in the copies.
 
-    So do tensors of more than so many numbers, and broadcast ones.
+    Modules, Parameters, functions, classes and objects of libraries stay the same, and what cannot be pickled; and so
+    does an entry of a dict that cannot be made again of its pickle.
     """
-    if id(value) in known:
-        return known[id(value)]
-    own = value
-    if isinstance(value, (dict, list, set, deque)):
-        with suppress(Exception):  # of a frozen one, which takes no values
-            own = copy.copy(value)
-        known[id(value)] = own
-        if own is not value and isinstance(own, (dict, list)):
-            for key, part in [*(own.items() if isinstance(own, dict) else enumerate(own))]:
-                made = own_copy(part, known, most)
-                with suppress(Exception):
-                    own[key] = made  # type: ignore[index]
-    elif type(value) is tuple:
-        own = known[id(value)] = tuple(own_copy(part, known, most) for part in value)
-    elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= most:
-        own = known[id(value)] = value.clone()
-    return own
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        with suppress(Exception):
+            return list(_copy_of_all(values))
+        apart = []
+        for value in (value for each in values for value in each.values()):
+            try:
+                _copy_of_all(value)
+            except Exception:  # of code that pickling calls, or a list within a list within a list ...
+                apart.append(value)
+        return list(_copy_of_all(values, apart))
 
 
-@contextmanager
-def as_before(values: Iterable[Any]) -> Iterator[None]:
-    """Inside, plain objects among some values, or in containers of them, have copies of small tensors and containers.
-
-    At the end their attributes, and generators of random numbers, are as they were.
-    """
-    seen: dict[int, Any] = {}
-    known: dict[int, Any] = {}
-    waiting = list(values)
-    with ExitStack() as back:
-        while waiting:
-            value = waiting.pop()
-            if id(value) in seen or isinstance(value, (nn.Module, Tensor, type)):
-                continue
-            seen[id(value)] = value
-            if (state := random_state(value)) is not None:
-                back.callback(*state)
-            elif isinstance(value, (dict, list, tuple)) and len(value) <= _FEW:
-                waiting.extend(value.values() if isinstance(value, dict) else value)
-            elif is_elsewhere(type(value)) and hasattr(value, "__dict__"):
-                before = dict(vars(value))
-                back.callback(put_back, vars(value), before)
-                waiting.extend(each for each in before.values() if random_state(each) is not None)
-                vars(value).update({name: small_copy(each, known) for name, each in before.items()})
-        yield
+def _copy_of_all(value: Any, apart: Sequence[Any] = ()) -> Any:
+    written = io.BytesIO()
+    (writer := _Writer(written, apart)).dump(value)
+    return _Reader(written, writer).load()
 
 
-def is_elsewhere(kind: type) -> bool:
-    """Whether a class is nobody's but the user's."""
-    return kind.__module__.partition(".")[0] not in _LIBRARIES
+def copy_of(value: Any) -> Any:
+    """A copy of a tensor, whose changes in place are counted; of a broadcast one, which takes none, the same."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or _is_broadcast(value):
+        return value
+    grad = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(grad):
+        return value.clone()
 
 
-def small_copy(value: Any, known: dict[int, Any]) -> Any:
-    """As :func:`own_copy`, of what is small; large tables and lists stay the same."""
-    is_long = isinstance(value, (dict, list, set, deque, tuple)) and len(value) > _FEW
-    return value if is_long else own_copy(value, known, SMALL)
+def _is_broadcast(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and any(
+        step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+class _Same:
+    """An object that stays the same, as it cannot be pickled."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _Writer(pickle.Pickler):
+    """Notes in ``held`` what it does not write: tensors and generators, to be copied, and what stays the same."""
+
+    def __init__(self, file: io.BytesIO, apart: Sequence[Any]) -> None:
+        super().__init__(file, protocol=5)
+        self.held: list[Any] = []  # which are held, so that none of another's identity follows
+        self._places: dict[int, int] = {}
+        self._apart = {id(value) for value in apart}
+
+    def persistent_id(self, value: Any) -> int | None:
+        kind = type(value)
+        if kind is _Same:
+            value = value.of
+        elif not (self._apart and id(value) in self._apart) and (kind in _PLAIN or _is_written(kind)):
+            return None
+        place = self._places.setdefault(id(value), len(self.held))
+        if place == len(self.held):
+            self.held.append(value)
+        return place
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, MethodType):
+            return MethodType, (value.__func__, value.__self__)
+        with suppress(Exception):
+            if isinstance(made := value.__reduce_ex__(5), tuple):
+                return made
+        return _itself, (_Same(value),)
+
+    def copies(self) -> list[Any]:
+        """What stands in the places of what was not written."""
+        known: dict[int, Any] = {}
+        memory = [_memory(value) for value in self.held]
+        shared = {at for at, times in Counter(memory).items() if at and times > 1}
+        return [_copied(value, known if at in shared else None) for value, at in zip(self.held, memory, strict=True)]
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, written: io.BytesIO, writer: _Writer) -> None:
+        written.seek(0)
+        super().__init__(written)
+        self._copies = writer.copies()
+
+    def persistent_load(self, place: int) -> Any:
+        return self._copies[place]
+
+
+def _is_written(kind: type) -> bool:
+    """Whether a copy of a class's objects is made of their pickle."""
+    if kind is object or issubclass(kind, (*_SHARED, Tensor, torch.Generator)) or hasattr(kind, "__del__"):
+        return False
+    return issubclass(kind, (dict, list, tuple, set, frozenset, deque)) or is_elsewhere(kind.__module__)
+
+
+def is_elsewhere(module: str) -> bool:
+    """Whether a module is of no library that handles attention or models."""
+    return module.partition(".")[0] not in _LIBRARIES
+
+
+def _memory(value: Any) -> int:
+    """Where a tensor that is to be copied has its numbers; 0 of what is to be copied alone."""
+    if not issubclass(type(value), Tensor) or issubclass(type(value), nn.Parameter) or value.requires_grad:
+        return 0
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or of a transform
+        return 0
+
+
+def _copied(value: Any, known: dict[int, Any] | None) -> Any:
+    if issubclass(type(value), torch.Generator):
+        return value.clone_state()
+    if not issubclass(type(value), Tensor):
+        return value
+    if known is not None:
+        with suppress(Exception):
+            return copy.deepcopy(value, known)  # with what views of the same memory share
+    return copy_of(value)
 
 
 def put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
@@ -89,18 +164,54 @@ def put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
     held.update(before)
 
 
-def random_state(value: Any) -> tuple[Any, ...] | None:
-    """What to call with which arguments, so that a generator of random numbers is as it is now; None of others."""
-    if isinstance(value, torch.Generator):
-        return value.set_state, value.get_state()
-    if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else (value.setstate, value.getstate())
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        return None
-    if isinstance(value, numpy.random.RandomState):
-        return value.set_state, value.get_state()
-    return setattr, value.bit_generator, "state", value.bit_generator.state
+def places(function: Any, known: set[int] | None = None) -> Iterator[Place]:
+    """Where a function keeps something from call to call: what it is bound to, is given, or reads outside of itself."""
+    known = set() if known is None else known
+    if id(function) in known:
+        return
+    known.add(id(function))
+    if isinstance(function, partial):
+        yield (lambda held: _set_given(function, **held)), {"args": function.args, "keywords": function.keywords}
+        for value in (function.func, *function.args, *function.keywords.values()):
+            yield from places(value, known)
+    elif isinstance(function, MethodType):
+        if hasattr(function.__self__, "__dict__") and _is_written(type(function.__self__)):
+            yield partial(put_back, vars(function.__self__)), dict(vars(function.__self__))
+        yield from places(function.__func__, known)
+    elif isinstance(function, FunctionType):
+        cells = [*_filled(function)]
+        if is_elsewhere(function.__globals__.get("__name__", "")):
+            read = _globals(function.__code__) & function.__globals__.keys()
+            yield function.__globals__.update, {name: function.__globals__[name] for name in read}
+            own = [(function, "__defaults__"), (function, "__kwdefaults__")]
+            for owner, name in [*own, *((cell, "cell_contents") for cell in cells)]:
+                yield partial(_set, owner), {name: getattr(owner, name)}
+        given = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for value in (*(cell.cell_contents for cell in cells), *given):  # of one that another is put around
+            yield from places(value, known)
+
+
+def _filled(function: FunctionType) -> Iterator[CellType]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            cell.cell_contents  # noqa: B018 - an error where it is not filled yet
+            yield cell
+
+
+def _set(owner: Any, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        setattr(owner, name, value)
+
+
+def _set_given(function: Any, args: Any, keywords: Any) -> None:
+    function.__setstate__((function.func, args, keywords, None))
+
+
+@lru_cache(maxsize=1_000)
+def _globals(code: CodeType) -> frozenset[str]:
+    """Which variables of its module a function reads, those of functions within it included."""
+    own = (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL")
+    return frozenset(own).union(*(_globals(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def default_states() -> list[tuple[Any, ...]]:

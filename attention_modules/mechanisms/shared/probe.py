@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.function import held_by_function
+from attention_modules.function import FunctionAttention
 from attention_modules.kernels import taken_by
 from attention_modules.mechanisms.shared.acting import (
     TOLERANCE,
@@ -27,7 +27,15 @@ from attention_modules.mechanisms.shared.acting import (
     softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.kept import as_before, default_states, is_elsewhere, put_back, small_copy
+from attention_modules.mechanisms.shared.kept import (
+    Place,
+    copy_of,
+    default_states,
+    is_elsewhere,
+    own_copies,
+    places,
+    put_back,
+)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -55,18 +63,6 @@ class _Call:
 def _version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; 0 where inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def copy_of(value: Any) -> Any:
-    """A copy of a tensor, whose changes in place are counted; of a broadcast one, which takes none, the same."""
-    if not isinstance(value, Tensor) or any(
-        step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)
-    ):
-        return value
-    if value.is_inference():
-        with torch.inference_mode(False):
-            return value.clone()
-    return value.clone()
 
 
 class _Capture(TorchFunctionMode):
@@ -167,26 +163,29 @@ class _OfFewRows(torch.autograd.Function):
 def unobserved(module: nn.Module) -> Iterator[None]:
     """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
 
-    Calls have copies of buffers, and what they keep in attributes is as before at the end: of a class that is nobody's
-    but the user's, small tensors and containers, and the generators and objects in its attributes or of its function.
+    Calls have copies of buffers, and, of a class that is nobody's but the user's, of all that it or its function keeps
+    (:func:`.own_copies`). Other attributes are as before at the end.
     """
-    known: dict[int, Any] = {}
+    copied: list[Place] = []
     with ExitStack() as back:
         for part in list(module.modules()):
             back.callback(put_back, part._buffers, dict(part._buffers))
             back.callback(put_back, vars(part), dict(vars(part)))
-            part._buffers.update({name: copy_of(buffer) for name, buffer in part._buffers.items()})
-            if is_elsewhere(type(part)):
+            copied.append((part._buffers.update, dict(part._buffers)))
+            if is_elsewhere(type(part).__module__):
                 own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
-                of_function = (value for value, _ in held_by_function(getattr(part, "function", None)))
-                back.enter_context(as_before([*own.values(), *of_function]))
-                vars(part).update({name: small_copy(value, known) for name, value in own.items()})
+                copied.append((vars(part).update, own))
+            for put, held in places(part.function) if isinstance(part, FunctionAttention) else ():
+                copied.append((put, held))
+                back.callback(put, held)
             for name in _HOOKS:
                 before = getattr(part, name)
                 if before:
                     made = [(at, hook) for at, hook in before.items() if type(hook).__module__.startswith("torch.nn.")]
                     setattr(part, name, OrderedDict(made))
                     back.callback(setattr, part, name, before)
+        for (put, _), own in zip(copied, own_copies([held for _, held in copied]), strict=True):
+            put(own)
         yield
 
 
@@ -203,7 +202,7 @@ def other_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Ite
 
 
 @contextmanager
-def _repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
+def repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
     """Gives what sets random states to those of the start, as they are at the end again."""
     on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
     host, other = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
@@ -237,7 +236,7 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
         NoMapError: if output and values show, when the map is made, that there is none.
     """
     given = _of_the_map(args, given)
-    with unobserved(mechanism), _repeatable(q.device):
+    with unobserved(mechanism), repeatable(q.device):
         own = _on_copies(mechanism.own_map, q, k, v, **given)
     if own is None:
         call = partial(_mixed, mechanism, q, k, given)
@@ -257,7 +256,7 @@ def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn
         name: for errors.
         module: whose hooks are not to see it.
     """
-    with unobserved(module), _repeatable(v.device) as again:
+    with unobserved(module), repeatable(v.device) as again:
         out, calls, given = _calls(function, v, again, v)
         found = _known(out, calls, v, given) if calls else None
         if isinstance(found, FactorMap) and found.gain is not None and len(calls) == 1:
@@ -272,13 +271,13 @@ def probe(function: Callable[[Tensor], Tensor], v: Tensor, name: str, module: nn
             return found
 
     def mix(values: Tensor) -> Tensor:
-        with torch.no_grad(), unobserved(module), _repeatable(v.device):
+        with torch.no_grad(), unobserved(module), repeatable(v.device):
             return function(copy_of(values))
 
     def slope(above: Tensor) -> tuple[Tensor, Tensor] | None:
         if getattr(module, "surrogate_gradient", False):
             return None
-        with torch.inference_mode(False), torch.enable_grad(), unobserved(module), _repeatable(v.device):
+        with torch.inference_mode(False), torch.enable_grad(), unobserved(module), repeatable(v.device):
             values = copy_of(v).detach().requires_grad_()
             try:
                 with _FewRows():
@@ -305,7 +304,7 @@ def acting_passes(
 ) -> list[ActingMap]:
     """The map of each pass over the values of a mechanism that makes several, first to last; else its map alone."""
     given = _of_the_map(args, given)
-    with unobserved(mechanism), _repeatable(q.device) as again:
+    with unobserved(mechanism), repeatable(q.device) as again:
         own = _on_copies(mechanism.own_map, q, k, v, **given)
         call = partial(_mixed, mechanism, q, k, given)
         calls = [] if own is not None else _calls(call, v, again)[1]
@@ -324,7 +323,7 @@ def kernel_maps(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, 
 
     Arguments as :func:`acting_map`; a mechanism that scales or adds to what its map has mixed states its map by it.
     """
-    with unobserved(mechanism), _repeatable(q.device) as again:
+    with unobserved(mechanism), repeatable(q.device) as again:
         call = partial(_mixed, mechanism, q, k, given)
         return [each.found for each in _calls(call, v, again)[1]]
 

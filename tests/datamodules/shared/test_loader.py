@@ -77,6 +77,16 @@ def test_a_run_from_scratch_behind_a_resumed_one_that_failed_begins_at_the_start
     assert batches(loader) == whole
 
 
+def test_a_run_that_failed_before_its_first_pass_moves_no_resumed_one():
+    loader = ResumableLoader(DATA, batch_size=2)
+    whole = batches(loader)
+    loader.sampler.set_epoch(0)  # and an error, before a batch is asked for
+    loader.load_state_dict({"epoch": 0, "batches": 2})
+    next(iter(loader))  # a look
+    loader.sampler.set_epoch(0)
+    assert batches(loader) == whole[2:]
+
+
 class Told(list):
     """Is told the epoch, and does not say it."""
 

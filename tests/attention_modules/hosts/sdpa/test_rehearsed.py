@@ -219,17 +219,6 @@ def test_attributes_of_any_name_and_kind_stay_what_they_are_in_a_trial() -> None
     assert model(torch.randn(4, 6, 16)).shape == (4, 6, 16)
 
 
-def test_a_large_table_elsewhere_is_not_copied() -> None:
-    layer, root = Layer(), nn.Module()
-    layer.__dict__["root"] = (root,)
-    root.table, root.count = torch.zeros(1 << 21), torch.zeros(3)
-    with rehearsed(layer):
-        assert root.table is (table := root.table)
-        root.count += 1
-    assert root.table is table
-    assert root.count.sum() == 0
-
-
 def test_after_an_error_everything_is_as_before() -> None:
     model = Network(HELD["tuple"])
     with pytest.raises(RuntimeError):

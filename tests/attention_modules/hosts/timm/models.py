@@ -7,11 +7,9 @@ The count takes minutes (every model is built, on the meta device), so that its 
 from __future__ import annotations
 
 import csv
-import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -104,7 +102,7 @@ def _short(error: str) -> str:
         return "it has no attention layer"
     unknown = "no host (docs/hosts.md) knows the model's attention layers: "
     if error.startswith(unknown):
-        error = error.removeprefix(unknown).partition(". Make a layer")[0]
+        error = error.removeprefix(unknown).partition(f". {discovery._OWN_CLASS}")[0]
         names = re.compile(r"^'.*?' (?:and \d+ more )?\((\w+)\)")
         return "; ".join(dict.fromkeys(names.sub(r"\1", reason) for reason in error.split("; ")))
     return re.sub(r"^cannot swap '[^']*': | \(\d+ and \d+\)", "", error).partition("; ")[0]
@@ -116,20 +114,23 @@ def calls_itself_attention(model: nn.Module) -> bool:
     return any("Attention" in kind or "Attn" in kind or kind in _NAMED_OTHERWISE for kind in kinds)
 
 
-def survey() -> Iterator[Row]:
-    """Every model of every family in which one has attention."""
+def families() -> list[str]:
+    """timm's files in which models may have attention."""
     import timm
 
-    for family, names in itertools.groupby(sorted(timm.list_models(), key=family_of), family_of):
-        if family in _CONVOLUTIONAL:
-            continue
-        rows, attentive = [], False
-        for name in names:
-            model = on_meta(name)
-            attentive |= calls_itself_attention(model)
-            rows.append(count(name, model))
-        if attentive:
-            yield from rows
+    return sorted(set(timm.list_modules()).difference(_CONVOLUTIONAL))
+
+
+def survey(family: str) -> list[Row]:
+    """Every model of the family, if one of them has attention."""
+    import timm
+
+    rows, attentive = [], False
+    for name in timm.list_models(module=family):
+        model = on_meta(name)
+        attentive |= calls_itself_attention(model)
+        rows.append(count(name, model))
+    return rows if attentive else []
 
 
 def layer_classes(model: nn.Module) -> Counter[str]:
@@ -185,6 +186,6 @@ def _reasons(members: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    found = list(survey())
+    found = [row for family in families() for row in survey(family)]
     write(found)
     sys.stdout.write(f"{totals(found)} of {len(found)} models\n")

@@ -17,6 +17,7 @@ from tests.attention_modules.hosts.timm.models import (
     VERSION,
     Row,
     count,
+    families,
     layer_classes,
     on_meta,
     read,
@@ -136,8 +137,13 @@ def test_a_few_models_are_as_they_were_counted(model: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_model_is_as_it_was_counted() -> None:
-    assert list(survey()) == [replace(row, maps="") for row in read()]
+@pytest.mark.parametrize("family", families())
+def test_every_model_is_as_it_was_counted(family: str) -> None:
+    assert survey(family) == [replace(row, maps="") for row in read() if row.family == family]
+
+
+def test_every_counted_family_is_one_of_timms() -> None:
+    assert {row.family for row in read()} <= set(families())
 
 
 def test_each_family_has_a_small_model() -> None:

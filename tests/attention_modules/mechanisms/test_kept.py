@@ -1,0 +1,141 @@
+"""What a mechanism keeps outside of Parameters is the same after a look, and acts within it as it does in a call."""
+
+import functools
+import itertools
+import threading
+from collections import deque
+from types import SimpleNamespace
+from weakref import proxy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from attention_modules import AttentionMechanism, AttentionSpec, build_mechanism
+from attention_modules.mechanisms.shared.kept import own_copies
+from attention_modules.mechanisms.shared.probe import acting_map
+
+SPEC = AttentionSpec(dim=8, num_heads=2, head_dim=4)
+MISSING = object()
+TOTAL, COUNTED = 0, {"calls": 0}
+
+
+def softmax(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
+class Slots:
+    __slots__ = ("calls",)
+
+    def __init__(self):
+        self.calls = 0
+
+
+class Store:
+    def __init__(self, held):
+        self.held, self.lock = held, threading.Lock()
+
+
+class Frozen(dict):
+    def __setitem__(self, name, value):
+        raise TypeError("frozen")
+
+
+class Held(AttentionMechanism):
+    """Counts a call in everything, and mixes with the count."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self.state = torch.zeros(2)
+        self.now = self.state[:1]
+        self.register_buffer("ran", torch.zeros(()))
+        self.cache, self.slots, self.array = {}, Slots(), np.zeros(1)
+        self.store, self.names = Store(self.cache), SimpleNamespace()
+        self.last, self.count, self.missing = deque([torch.zeros(1)], 3), itertools.count(), MISSING
+        self.me, self.config = proxy(self), Frozen(a=1)
+
+    def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
+        assert self.missing is MISSING
+        self.store.held["k"] = k
+        self.state.add_(1)
+        self.ran.add_(1)
+        self.slots.calls += 1
+        self.array += 1
+        self.names.calls = self.me.slots.calls
+        self.last[0].add_(1)
+        self.last.append(self.cache["k"])
+        number = torch.stack([self.now[0], self.ran, self.last[0][0]]).sum() + self.slots.calls + float(self.array[0])
+        return softmax(q * number, k, v, attn_mask, is_causal, dropout_p, scale)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_look_is_the_next_call_and_keeps_nothing(inference):
+    torch.manual_seed(0)
+    module, (q, k, v) = build_mechanism(Held, SPEC), torch.randn(3, 1, 2, 5, 4)
+    for calls in range(2):
+        with torch.inference_mode(inference):
+            found = acting_map(module, q, k, v).dense()
+        assert module.slots.calls == module.state[0] == module.last[0] == module.array[0] == module.ran == calls
+        torch.testing.assert_close(found @ v, module(q, k, v))
+
+
+def counting():
+    calls, total, drawn = [0], 0, torch.Generator().manual_seed(0)
+
+    def attention(q, k, v, cache={"calls": 0}):  # noqa: B006 - what people write
+        nonlocal total
+        global TOTAL
+        TOTAL, total = TOTAL + 1, total + 1
+        COUNTED["calls"] += 1
+        calls[0] += 1
+        cache["calls"] += 1
+        number = total + TOTAL + calls[0] + COUNTED["calls"] + cache["calls"]
+        return softmax(q * number * torch.rand((), generator=drawn), k, v)
+
+    return attention
+
+
+def given(q, k, v, calls):
+    calls.add_(1)
+    return softmax(q * calls, k, v)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        counting,
+        lambda: functools.wraps(softmax)(lambda *args, of=counting(), **options: of(*args)),  # noqa: B008
+        lambda: functools.update_wrapper(functools.partial(given, calls=torch.zeros(())), softmax),
+        lambda: SimpleNamespace(f=counting()).f,
+    ],
+    ids=["closure", "default", "partial", "plain"],
+)
+def test_what_a_function_keeps_is_as_before(make):
+    torch.manual_seed(0)
+    module, (q, k, v) = build_mechanism(make(), SPEC), torch.randn(3, 1, 2, 5, 4)
+    for _ in range(2):
+        found = [acting_map(module, q, k, v).dense() for _ in range(2)]
+        assert torch.equal(*found)
+        torch.testing.assert_close(found[0] @ v, module(q, k, v))
+
+
+def test_what_a_copy_shares_is_shared_in_the_copy_and_what_is_not_ours_stays():
+    layer, gain, whole = nn.Linear(2, 2), torch.ones(2, requires_grad=True), torch.zeros(4)
+    wide, nested = torch.zeros(1).expand(1 << 40), []
+    for _ in range(10_000):
+        nested = [nested]
+    values = {"layer": [layer], "bias": layer.bias, "gain": gain, "whole": whole, "part": whole[1:], "wide": wide}
+    values |= {"made": (gain * 2,), "f": softmax, "kind": Held, "device": whole.device, "lock": threading.Lock()}
+    (own,) = own_copies([values])
+    for name in ("bias", "wide", "f", "kind", "device", "lock"):
+        assert own[name] is values[name]
+    assert own["layer"][0] is layer
+    own["part"].add_(1)
+    assert own["whole"].tolist() == [0, 1, 1, 1]
+    assert whole.sum() == 0
+    (own["gain"].sum() + own["made"][0].sum()).backward()
+    assert gain.grad.tolist() == [3, 3]
+    (own,) = own_copies([{"nested": nested, "whole": whole, "config": Frozen(a=1), "holds": [whole]}])
+    assert own["nested"] is nested
+    assert own["whole"] is own["holds"][0] is not whole
