@@ -15,8 +15,9 @@ from torchmetrics import Metric
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.files.names import allowed_names
 from lightning_tasks.files.resume import (
-    gather_random_states,
     go_on,
+    keep_state,
+    kept_state,
     refuse_other_settings,
     reopen_cut_epoch,
 )
@@ -106,7 +107,7 @@ class BaseTask(LightningModule):
         }
         self.save_hyperparameters({name: plain_data(value, name) for name, value in stored.items()})
         self.model: Any = None
-        self._random_states: list[list[Tensor]] | None = None
+        self._kept: dict[str, Any] = {}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BaseTask:
         """Keep metrics in float32: running sums in bfloat16 ("bf16-true") stop growing."""
@@ -181,7 +182,7 @@ class BaseTask(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the random states, so that a resumed run draws the dropout that the uninterrupted one would have."""
-        checkpoint["random_states"] = gather_random_states(self.device)
+        keep_state(self._trainer, self, checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the random states, for the fit that resumes from here, and open again an epoch that was cut short.
@@ -195,15 +196,15 @@ class BaseTask(LightningModule):
             refuse_other_settings(self._trainer, self, checkpoint)
             warn_of_other_attention(self, checkpoint)
             without_marks(checkpoint.get("state_dict", {}))
-        self._random_states = checkpoint.get("random_states")
+        self._kept = kept_state(checkpoint)
         reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self) -> None:
         """Go on with this process's random state in the checkpoint that is resumed, and at its place in the data."""
         if self.trainer.ckpt_path is None:  # loaded as a start for another fit
             return
-        go_on(self.trainer, self, self._random_states)
-        self._random_states = None
+        go_on(self.trainer, self, self._kept)
+        self._kept = {}
 
     def on_train_epoch_start(self) -> None:
         """Count anew, also after an epoch that was broken off."""

@@ -587,10 +587,20 @@ class AttentionLayer:
         return self.host.groups(self.module)
 
     def qk_parameters(self) -> list[nn.Parameter]:
-        """The Parameters that :meth:`qk_weights` reads, each once."""
-        query, key = self._rows()
-        found = key.parameters() if self._shares_rows() else [*query.parameters(), *key.parameters()]
+        """The Parameters that :meth:`qk_weights` reads, each once.
+
+        Raises:
+            ValueError: if there are none, or a weight is computed at each call.
+        """
+        found = self.parameters_of(*self._rows()[self._shares_rows() :])
         return list({id(parameter): parameter for parameter in found}.values())
+
+    def parameters_of(self, *rows: Rows) -> list[nn.Parameter]:
+        """The Parameters of weights of the layer; an error names it."""
+        try:
+            return [parameter for each in rows for parameter in each.parameters()]
+        except ValueError as error:
+            raise ValueError(f"the query and key weights of {self.name or 'the model'!r}: {error}") from error
 
 
 class AttentionSwapError(ValueError):

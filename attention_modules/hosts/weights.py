@@ -82,7 +82,11 @@ class Rows:
         part.mul_(factors.to(part.dtype).view(self.blocks, -1, *[1] * (part.ndim - 2)))
 
     def parameters(self) -> list[nn.Parameter]:
-        """The Parameters that :meth:`weight` reads."""
+        """The Parameters that :meth:`weight` reads.
+
+        Raises:
+            ValueError: if a module computes the weight otherwise, or at each call.
+        """
         owner: Any = self.owner
         if not wrapped_by_peft(owner):
             if more := computes_more(owner, self.tensor):
@@ -90,11 +94,15 @@ class Rows:
             if parametrize.is_parametrized(owner, self.tensor):
                 return list(owner.parametrizations[self.tensor].parameters())
             value = getattr(owner, self.tensor)
-            return [value] if isinstance(value, nn.Parameter) else []
-        factors = [
-            getattr(owner, side)[name].weight for name in _acting_adapters(owner) for side in ("lora_A", "lora_B")
-        ]
-        return [owner.base_layer.weight, *factors]
+            if not isinstance(value, nn.Parameter):
+                raise ValueError(
+                    f"the {self.tensor} of {type(owner).__name__} is no Parameter, but computed at each call (pruning "
+                    "or an old weight norm): make it permanent, as prune.remove() does, or name the layer in exclude="
+                )
+            return [value]
+        sides = [getattr(owner, side) for side in ("lora_A", "lora_E", "lora_B") if hasattr(owner, side)]
+        factors = [side[name] for name in _acting_adapters(owner) for side in sides]
+        return [owner.base_layer.weight, *(each if isinstance(each, nn.Parameter) else each.weight for each in factors)]
 
 
 def quantized(owner: nn.Module, tensor: str = "weight") -> str | None:

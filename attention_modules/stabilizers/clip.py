@@ -67,8 +67,12 @@ def clip_refusal(layer: AttentionLayer, frozen: bool = False) -> str | None:
 
 
 def query_key_weights(layer: AttentionLayer) -> list[nn.Parameter]:
-    """W_q and W_k of a layer, without biases; one Parameter may be both, and where there is no query, W_k alone."""
-    return [getattr(rows.owner, rows.tensor) for rows, *_ in _sides(layer)]
+    """W_q and W_k of a layer, without biases; one Parameter may be both, and where there is no query, W_k alone.
+
+    Raises:
+        ValueError: if one is computed at each call.
+    """
+    return layer.parameters_of(*(rows for rows, *_ in _sides(layer)))
 
 
 def shared_elsewhere(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[str, str]:

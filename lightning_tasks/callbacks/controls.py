@@ -61,6 +61,7 @@ class _QKControl(Callback):
         super().__init__()
         self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._entries: list[tuple[nn.Parameter, Tensor]] = []
+        self._hooks = ExitStack()  # of optimizers, during a batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -68,6 +69,15 @@ class _QKControl(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._entries = qk_entries(attention_layers(pl_module, self.where, self.layers, self.exclude))
+
+    def _forget(self) -> None:
+        self._hooks.close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._forget()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._forget()
 
 
 class QKWeightDecay(_QKControl):
@@ -108,7 +118,6 @@ class QKWeightDecay(_QKControl):
         super().__init__(where, layers, exclude)
         self.weight_decay = check_number("weight_decay", weight_decay, 0.0)
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
-        self._hooks = ExitStack()
         self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
         self._ready: set[int] = set()  # optimizers that have gradients for a decay before they step
         self._done: set[int] = set()  # those that have decayed in this step
@@ -154,14 +163,8 @@ class QKWeightDecay(_QKControl):
             self._decay(trainer, optimizer)
 
     def _forget(self) -> None:
-        self._hooks.close()
+        super()._forget()
         self._steps, self._ready, self._done = {}, set(), set()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._forget()
-
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._forget()
 
     @torch.no_grad()
     def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
@@ -237,9 +240,19 @@ class FreezeQK(_QKControl):
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(mask, 0.0)
 
-    @torch.no_grad()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._forget()
+        for optimizer in filter(calls_step_hooks, trainer.optimizers):  # a batch may take several steps
+            self._hooks.callback(optimizer.register_step_post_hook(self._put_back).remove)
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
+        self._put_back()
+
+    @torch.no_grad()
+    def _put_back(self, *_: object) -> None:
         for (parameter, mask), initial in zip(self._entries, self._initial, strict=True):
             parameter.copy_(torch.where(mask, initial, parameter))

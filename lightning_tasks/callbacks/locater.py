@@ -154,12 +154,6 @@ class LocAteR(Callback):
         held = held_parameters(trainer.optimizers)
         for layer in self._layers:
             own = layer.qk_parameters()
-            if not own:
-                raise ValueError(
-                    f"LocAteR: the query and key weights of {layer.name!r} are no Parameters, but computed at each "
-                    "call (pruning or an old weight norm): make them permanent, as prune.remove() does, or name the "
-                    "layer in exclude="
-                )
             if not any(parameter.requires_grad and id(parameter) in held for parameter in own):
                 text = (
                     f"LocAteR: the query and key weights of {layer.name!r} are frozen or in no optimizer, so the "

@@ -77,13 +77,38 @@ def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device
         torch.cuda.set_rng_state(devices[0].cpu(), device)
 
 
-def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[Tensor]] | None) -> None:
+def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
+    checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
+    if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
+        checkpoint["frozen"] = [name for name, each in pl_module.named_parameters() if not each.requires_grad]
+
+
+def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`keep_state` kept in a checkpoint."""
+    return {name: checkpoint[name] for name in ("random_states", "frozen") if name in checkpoint}
+
+
+def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
+    """The callbacks of a class of Lightning's, of either package."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+    return [each for each in callbacks if name in (kind.__name__ for kind in type(each).__mro__)]
+
+
+def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str, Any]) -> None:
     """Begin a resumed fit with the random state of this process, and at its place in the data.
 
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
     reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
     are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
     that belongs to no epoch. At the end of an epoch that it resumes, Lightning would leave `ReduceLROnPlateau` out.
+    Behind the last batch of an epoch it would leave out the hooks at the start of the next; within an epoch
+    `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what it had let train.
+
+    Args:
+        trainer: of the fit.
+        pl_module: its module.
+        kept: what :func:`kept_state` gives.
     """
     loop = trainer.fit_loop
     of_epoch = loop.epoch_loop
@@ -93,17 +118,30 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, states: list[list[
         loop._restarting = False
         of_epoch.advance(*arguments)
 
+    def begin() -> None:
+        del loop.on_advance_start  # type: ignore[method-assign]
+        if loop.restarted_mid_epoch and of_epoch.batch_progress.is_last_batch:
+            loop.reset_restart_stage()
+        for scheduler in _of_kind(trainer, "GradientAccumulationScheduler") if loop.restarted_mid_epoch else ():
+            scheduler.on_train_epoch_start(trainer, pl_module)
+        loop.on_advance_start()
+
     def run() -> None:
         del loop.run  # type: ignore[method-assign]
+        if "frozen" in kept and _of_kind(trainer, "BaseFinetuning"):
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad_(name not in kept["frozen"])
         loop._combined_loader = None
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
             loop._restarting = of_epoch.restarting = False
         of_epoch.advance = advance  # type: ignore[method-assign, assignment]
+        if hasattr(loop, "reset_restart_stage"):  # not of earlier versions of Lightning
+            loop.on_advance_start = begin  # type: ignore[method-assign]
         loop.run()
 
     loop.run = run  # type: ignore[method-assign]
-    if states is not None:
+    if (states := kept.get("random_states")) is not None:
         set_random_state(states, trainer.global_rank, pl_module.device)
 
 

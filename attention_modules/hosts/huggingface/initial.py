@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.base import AttentionSwapError, Swapped
 from attention_modules.hosts.model.attached import attach, is_of_transformers
 
 _DONE = "_is_hf_initialized"  # transformers' mark of a module, and of a tensor
@@ -23,10 +23,31 @@ _DONE = "_is_hf_initialized"  # transformers' mark of a module, and of a tensor
 def attach_initial(model: nn.Module) -> None:
     """Have each model with swapped layers make mechanisms as a swap does, and only those without memory."""
     attach(model, "_init_weights", _init_weights, is_of_transformers)
+    attach(model, "mark_tied_weights_as_initialized", _refuse_whole_projections, is_of_transformers)
     for layer in model.modules():
         if isinstance(layer, Swapped) and not any(tensor.is_meta for tensor in layer.mechanism.state_dict().values()):
             for module in layer.mechanism.modules():
                 module.__dict__.setdefault(_DONE, True)
+
+
+def _refuse_whole_projections(model: Any, loading_info: Any) -> None:
+    """What ``from_pretrained`` calls once it has read the files: a projection without its query takes no whole one.
+
+    Raises:
+        AttentionSwapError: with the name and sizes of the first such weight.
+    """
+    lost = tuple(
+        f"{name}." for name, layer in model.named_modules() if isinstance(layer, Swapped) and layer.dropped_query
+    )
+    if refused := sorted(entry for entry in loading_info.mismatched_keys if entry[0].startswith(lost)):
+        loading_info.mismatched_keys -= set(refused)  # for which transformers' report would advise what cannot help
+        name, there, here = refused[0]
+        raise AttentionSwapError(
+            f"from_pretrained cannot load {name!r} of {list(there)} into {list(here)}: the class swaps itself when it "
+            "is built, and its mechanism uses no query; load the plain class and swap then, or give the plain class to "
+            "attnswap.load_pretrained, which reads swapped folders"
+        )
+    type(model).mark_tied_weights_as_initialized(model, loading_info)
 
 
 @torch.no_grad()

@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.files.resume import gather_random_states, go_on, reopen_cut_epoch
-
-_STATES = "random_states"  # the key that our tasks use
+from lightning_tasks.files.resume import go_on, keep_state, kept_state, reopen_cut_epoch
 
 
 class ExactResume(Callback):
@@ -28,25 +25,24 @@ class ExactResume(Callback):
     """
 
     def __init__(self) -> None:
-        self._states: list[list[Tensor]] | None = None
+        self._kept: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Keep the random state of each process; every process calls this."""
-        if _STATES not in checkpoint:
-            checkpoint[_STATES] = gather_random_states(pl_module.device)
+        keep_state(trainer, pl_module, checkpoint)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Read the random states, and open again an epoch that was cut short."""
-        self._states = checkpoint.get(_STATES)
+        self._kept = kept_state(checkpoint)
         reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the random state and at the place in the data."""
         if trainer.ckpt_path is None:  # the checkpoint was loaded as a start for another fit
             return
-        go_on(trainer, pl_module, self._states)
-        self._states = None
+        go_on(trainer, pl_module, self._kept)
+        self._kept = {}

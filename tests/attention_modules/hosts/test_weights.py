@@ -189,6 +189,17 @@ def test_lora_is_swapped_with_its_effective_weight(host: str, target: str) -> No
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_adaptive_lora_has_a_factor_more() -> None:
+    peft = pytest.importorskip("peft")
+    holder = nn.ModuleDict({"model": built("bert")})
+    model = peft.get_peft_model(holder, peft.AdaLoraConfig(init_r=2, total_step=4, target_modules=["query"]))
+    layer, names = attention_layers(model)[0], {id(each): name for name, each in model.named_parameters()}
+    parameters = layer.qk_parameters()
+    assert [names[id(each)].split(".")[-2] for each in parameters[1:4]] == ["lora_A", "lora_E", "lora_B"]
+    read = torch.stack([weight.square().sum() for weight in layer.qk_weights()]).sum()
+    assert len(torch.autograd.grad(read, parameters[1:4])) == 3
+
+
 @each_row(("host", "target"), LORA)
 def test_lora_around_a_query_that_would_be_dropped_is_refused(host: str, target: str) -> None:
     model = lora(host, target)

@@ -232,6 +232,28 @@ def test_a_step_by_hand_decays_once():
     assert factor(module) == pytest.approx(0.95, abs=1e-4)
 
 
+def test_frozen_rows_are_as_they_were_between_the_steps_of_a_batch():
+    class Twice(Network):
+        def __init__(self):
+            super().__init__(lambda parameters: torch.optim.AdamW(parameters, 0.1, weight_decay=1.0))
+            self.automatic_optimization, self.seen = False, []
+
+        def training_step(self, batch, batch_idx):
+            for _ in range(3):
+                self.seen.append(self.layer.in_proj_weight.detach().clone())
+                loss = super().training_step(batch, batch_idx)
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+
+    module = Twice()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[FreezeQK()], **quiet)
+    run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
+    assert all(torch.equal(each[:16], module.seen[0][:16]) for each in [*module.seen, module.layer.in_proj_weight])
+    assert not torch.equal(module.seen[1][16:], module.seen[0][16:])
+
+
 def test_a_step_that_a_gradient_scaler_leaves_out_decays_nothing():
     scaled = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e36)

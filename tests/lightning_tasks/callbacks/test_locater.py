@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins import MixedPrecision
 from torch.nn.utils import prune
 
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import swap_attention
-from lightning_tasks.callbacks import LocAteR, SpectrumMonitor
+from lightning_tasks.callbacks import LocAteR, QKClip, SpectrumMonitor
 from lightning_tasks.language_modeling import LanguageModelingTask
 from tests.lightning_tasks.callbacks.locater_cells import (
     CELLS,
@@ -227,10 +228,24 @@ def test_pruned_weights_are_an_error_that_says_so():
     module = TinyLM()
     for layer in module.net["encoder"].layers:
         prune.l1_unstructured(layer.self_attn, "in_proj_weight", amount=0.5)
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attn' are no Parameters, but computed at each call \(pruning or"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn': the in_proj_weight .* but computed at each call \("):
         fit(module, [LocAteR(0.1)])
+
+
+@pytest.mark.parametrize("callback", [LocAteR(0.1), QKClip(1e-3)])
+def test_weights_that_are_pruned_in_the_fit_end_it(callback):
+    module = TinyLM()
+    pruning = ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(layer.self_attn, "in_proj_weight") for layer in module.net["encoder"].layers],
+        amount=0.5,
+        use_global_unstructured=False,
+        apply_pruning=lambda epoch: epoch == 1,
+    )
+    with pytest.raises(
+        ValueError, match=r"layers.0.self_attn': the in_proj_weight of .* is no Parameter, but computed"
+    ):
+        fit(module, [callback, pruning], max_epochs=4)
 
 
 def test_weights_that_no_optimizer_holds_are_an_error():

@@ -304,6 +304,30 @@ def test_a_class_that_swaps_itself_reads_a_plain_folder(mechanism: str, tmp_path
     assert torch.equal(output(again.eval()), output(model))
 
 
+class SwapsItsFused(transformers.GPT2LMHeadModel):
+    """The same, of a model with one projection for queries, keys and values."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(config)
+        swap_attention(self, config.mechanism)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_a_class_that_drops_rows_of_one_projection_itself_is_refused(ignore: bool, tmp_path: Path) -> None:
+    model = built("gpt2")
+    model.config.mechanism = "symmetric"
+    model.save_pretrained(plain := tmp_path / "plain")
+    swap_attention(model, "symmetric")
+    own = saved(model, tmp_path / "own")
+    for folder in (plain, own):
+        with pytest.raises(AttentionSwapError, match=r"load 'transformer.h.0.attn.c_attn.bias' of \[48\] into \[32\]"):
+            SwapsItsFused.from_pretrained(folder, ignore_mismatched_sizes=ignore)
+    assert torch.equal(output(load_pretrained(transformers.GPT2LMHeadModel, own)), output(model))
+    model.config.mechanism = "sink"
+    model.config.save_pretrained(plain)
+    assert isinstance(SwapsItsFused.from_pretrained(plain, ignore_mismatched_sizes=ignore), SwapsItsFused)
+
+
 class Around(transformers.PreTrainedModel):
     """A model of one's own around another."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attnswap.datamodules import ResumableLoader
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, GradientAccumulationScheduler
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
@@ -81,6 +82,46 @@ def test_a_killed_fit_of_any_module_goes_on_bitwise(tmp_path, package, reads_ste
     found = fitted(package, tmp_path / "resumed", resumed, 18, str(saved))
     assert killed.seen + resumed.seen == whole.seen
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+@pytest.mark.parametrize("at", [6, 8, 11])  # the end of an epoch, within the next, and later
+@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning_tasks"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
+        Unfreezes,
+        lambda: BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_lr=1e-3),
+    ],
+    ids=["accumulation", "finetuning", "backbone"],
+)
+def test_what_lightnings_callbacks_change_from_epoch_to_epoch_is_as_it_was(tmp_path, package, make, at):
+    def fit(folder, kill_at=None, resumed=None):
+        module = module_of(package, False)
+        module.backbone, module.epochs = module.net[0], []
+        module.configure_optimizers = lambda: torch.optim.SGD(module.net[2].parameters(), lr=0.1)
+        module.on_train_epoch_start = lambda: module.epochs.append(module.current_epoch)
+        own = [ExactResume()] if package == "lightning.pytorch" else []
+        found = fitted(package, tmp_path / folder, module, kill_at or 1_000, resumed, [make(), *own])
+        return found, module.epochs, [each.requires_grad for each in module.parameters()], module.trainer.global_step
+
+    expected = fit("whole", at)
+    resumed = fit("resumed", resumed=str(next((tmp_path / "whole").glob(f"*step={at}.ckpt"))))
+    assert all(torch.equal(resumed[0][name], value) for name, value in expected[0].items())
+    assert resumed[1] == expected[1][3 - len(resumed[1]) :]
+    assert at > 6 or resumed[1] == [1, 2]
+    assert resumed[2:] == expected[2:]
 
 
 class Asks(Callback):
