@@ -54,7 +54,7 @@ def _copy_of_all(value: Any, apart: Sequence[Any] = ()) -> Any:
 
 def copy_of(value: Any) -> Any:
     """A copy of a tensor, whose changes in place are counted; of a broadcast one, which takes none, the same."""
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or _is_broadcast(value):
+    if not isinstance(value, Tensor) or _is_broadcast(value):
         return value
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -149,7 +149,7 @@ def _memory(value: Any) -> int:
 def _copied(value: Any, known: dict[int, Any] | None) -> Any:
     if issubclass(type(value), torch.Generator):
         return value.clone_state()
-    if not issubclass(type(value), Tensor):
+    if not issubclass(type(value), Tensor) or issubclass(type(value), nn.Parameter):
         return value
     if known is not None:
         with suppress(Exception):

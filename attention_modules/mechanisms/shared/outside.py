@@ -30,10 +30,8 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
     Raises:
         TypeError: with the kind and shape of the tensor that trains.
     """
-    if (
-        isinstance(mechanism, FunctionAttention)
-        and (trained := next(_leaves(_tried(mechanism, layer)), None)) is not None
-    ):
+    out = _tried(mechanism, layer) if isinstance(mechanism, FunctionAttention) else None
+    for trained in _leaves(out):
         raise TypeError(
             f"the output of {type(mechanism).__name__} depends on a {type(trained).__name__} of shape "
             f"{list(trained.shape)} {OUTSIDE}"
