@@ -242,9 +242,7 @@ def test_weights_that_are_pruned_in_the_fit_end_it(callback):
         use_global_unstructured=False,
         apply_pruning=lambda epoch: epoch == 1,
     )
-    with pytest.raises(
-        ValueError, match=r"layers.0.self_attn': the in_proj_weight of .* is no Parameter, but"
-    ):
+    with pytest.raises(ValueError, match=r"layers.0.self_attn': the in_proj_weight of .* is no Parameter, but"):
         fit(module, [callback, pruning], max_epochs=4)
 
 
