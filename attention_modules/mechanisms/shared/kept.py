@@ -33,6 +33,8 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Modules, Parameters, functions, classes and objects of libraries stay the same, and what cannot be pickled; and so
     does an entry of a dict that cannot be made again of its pickle.
     """
+    if not values:
+        return []
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         with suppress(Exception):

@@ -184,6 +184,7 @@ def unobserved(module: nn.Module) -> Iterator[None]:
                     made = [(at, hook) for at, hook in before.items() if type(hook).__module__.startswith("torch.nn.")]
                     setattr(part, name, OrderedDict(made))
                     back.callback(setattr, part, name, before)
+        copied = [(put, held) for put, held in copied if held]
         for (put, _), own in zip(copied, own_copies([held for _, held in copied]), strict=True):
             put(own)
         yield
