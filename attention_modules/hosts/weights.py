@@ -96,8 +96,8 @@ class Rows:
             value = getattr(owner, self.tensor)
             if not isinstance(value, nn.Parameter):
                 raise ValueError(
-                    f"the {self.tensor} of {type(owner).__name__} is no Parameter, but computed at each call (pruning "
-                    "or an old weight norm): make it permanent, as prune.remove() does, or name the layer in exclude="
+                    f"the {self.tensor} of {type(owner).__name__} is no Parameter (pruning and old weight norms make "
+                    "such ones): make it one, as prune.remove() does, or name the layer in exclude="
                 )
             return [value]
         sides = [getattr(owner, side) for side in ("lora_A", "lora_E", "lora_B") if hasattr(owner, side)]

@@ -81,12 +81,17 @@ def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkp
     """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
     checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
     if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
-        checkpoint["frozen"] = [name for name, each in pl_module.named_parameters() if not each.requires_grad]
+        checkpoint["trains"] = {name: each.requires_grad for name, each in pl_module.named_parameters()}
+        checkpoint["tracks"] = {name: each.track_running_stats for name, each in _norms(pl_module)}
+
+
+def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
+    return [(name, each) for name, each in pl_module.named_modules() if hasattr(each, "track_running_stats")]
 
 
 def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`keep_state` kept in a checkpoint."""
-    return {name: checkpoint[name] for name in ("random_states", "frozen") if name in checkpoint}
+    return {name: checkpoint[name] for name in ("random_states", "trains", "tracks") if name in checkpoint}
 
 
 def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
@@ -120,7 +125,8 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
 
     def begin() -> None:
         del loop.on_advance_start  # type: ignore[method-assign]
-        if loop.restarted_mid_epoch and of_epoch.batch_progress.is_last_batch:
+        current: Any = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and current.processed == current.started:  # the epoch is over; the next one begins
             loop.reset_restart_stage()
         for scheduler in _of_kind(trainer, "GradientAccumulationScheduler") if loop.restarted_mid_epoch else ():
             scheduler.on_train_epoch_start(trainer, pl_module)
@@ -128,9 +134,11 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
 
     def run() -> None:
         del loop.run  # type: ignore[method-assign]
-        if "frozen" in kept and _of_kind(trainer, "BaseFinetuning"):
+        if "trains" in kept and _of_kind(trainer, "BaseFinetuning"):
             for name, parameter in pl_module.named_parameters():
-                parameter.requires_grad_(name not in kept["frozen"])
+                parameter.requires_grad_(kept["trains"].get(name, parameter.requires_grad))
+            for name, norm in _norms(pl_module):
+                norm.track_running_stats = kept["tracks"].get(name, norm.track_running_stats)
         loop._combined_loader = None
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:

@@ -229,6 +229,16 @@ def of_closure(gain):
     return lambda q, k, v: bare(q * (gain[0] if isinstance(gain, list) else gain.exp()), k, v)
 
 
+def PROJECTS(q, k, v):
+    return bare(PROJECTION(q), k, v)
+
+
+def by_its_gradient(q, k, v):
+    """Makes what it differentiates by itself."""
+    x = q.detach().requires_grad_()
+    return bare(torch.autograd.grad(x.square().sum(), x, create_graph=True)[0], k, v)
+
+
 def helping(q, k, v):
     return HELD.attention(q, k, v)
 
@@ -236,9 +246,19 @@ def helping(q, k, v):
 def test_what_trains_is_no_option_and_what_does_not_may_be_held():
     with pytest.raises(TypeError, match="the option 'temperature' of tempered is a Parameter that trains"):
         swap_attention(encoder(), tempered, temperature=nn.Parameter(torch.ones(())))
+    with pytest.raises(TypeError, match="that trains and is no part"):
+        swap_attention(
+            nn.TransformerEncoder(encoder(), 2),
+            lambda spec: build_mechanism(PROJECTS if spec.layer_index else "softmax", spec),
+        )
     holder = WithParameter(SPEC)
     holder.number = 2.0
-    for function in (HELD.scaled, of_closure(torch.ones(())), lambda q, k, v: bare(q * holder.number, k, v)):
+    for function in (
+        by_its_gradient,
+        HELD.scaled,
+        of_closure(torch.ones(())),
+        lambda q, k, v: bare(q * holder.number, k, v),
+    ):
         swap_attention(encoder(), function)
 
 

@@ -36,10 +36,9 @@ def _refuse_whole_projections(model: Any, loading_info: Any) -> None:
     Raises:
         AttentionSwapError: with the name and sizes of the first such weight.
     """
-    lost = tuple(
-        f"{name}." for name, layer in model.named_modules() if isinstance(layer, Swapped) and layer.dropped_query
-    )
-    if refused := sorted(entry for entry in loading_info.mismatched_keys if entry[0].startswith(lost)):
+    swapped = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, Swapped))
+    lost = {part.key(f"{name}." if name else "") for name, layer in swapped for part in layer.dropped_query}
+    if refused := sorted(entry for entry in loading_info.mismatched_keys if entry[0] in lost):
         loading_info.mismatched_keys -= set(refused)  # for which transformers' report would advise what cannot help
         name, there, here = refused[0]
         raise AttentionSwapError(

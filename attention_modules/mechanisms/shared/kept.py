@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import dis
 import io
+import math
 import pickle
 import random
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,17 +24,21 @@ from torch import Tensor, nn
 
 # Whose objects and functions are left as they are: they keep nothing of a call, or all that a program holds.
 _LIBRARIES = frozenset({"accelerate", "attention_modules", "lightning", "lightning_tasks", "peft"})
-_LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "wandb"}
+_LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "triton", "wandb"}
+# Modules of Python whose objects hold what they are given; those of others may be waited for, or stand for a file.
+_HOLDERS = frozenset({"argparse", "array", "builtins", "collections", "functools", "itertools", "random", "types"})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset, deque})
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_SHARED = (type, nn.Module, nn.Parameter, Enum, FunctionType, BuiltinFunctionType, ModuleType, *ProxyTypes)
+MOST_NUMBERS, MOST_OBJECTS = 1 << 26, 1 << 17  # of what one attribute holds
 Place = tuple[Callable[[dict[str, Any]], object], dict[str, Any]]  # what sets, and what is there
-_SHARED = (type, nn.Module, nn.Parameter, FunctionType, BuiltinFunctionType, ModuleType, *ProxyTypes)
 
 
 def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of dicts and of all that they hold: what is one object, or memory, in the original is one in the copies.
 
-    Modules, Parameters, functions, classes and objects of libraries stay the same, and what cannot be pickled; and so
-    does an entry of a dict that cannot be made again of its pickle.
+    Modules, Parameters, functions, classes, objects of libraries and what cannot be pickled stay the same. So does an
+    entry of a dict that holds more than ``MOST_NUMBERS`` or ``MOST_OBJECTS``, or whose copy is an error.
     """
     if not values:
         return []
@@ -45,12 +52,14 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 _copy_of_all(value)
             except Exception:  # of code that pickling calls, or a list within a list within a list ...
                 apart.append(value)
-        return list(_copy_of_all(values, apart))
+        with suppress(Exception):
+            return list(_copy_of_all(values, apart, limited=False))
+        return [{name: _copied(value, None) for name, value in each.items()} for each in values]
 
 
-def _copy_of_all(value: Any, apart: Sequence[Any] = ()) -> Any:
+def _copy_of_all(value: Any, apart: Sequence[Any] = (), limited: bool = True) -> Any:
     written = io.BytesIO()
-    (writer := _Writer(written, apart)).dump(value)
+    (writer := _Writer(written, apart, limited)).dump(value)
     return _Reader(written, writer).load()
 
 
@@ -81,39 +90,61 @@ def _itself(value: Any) -> Any:
 
 
 class _Writer(pickle.Pickler):
-    """Notes in ``held`` what it does not write: tensors and generators, to be copied, and what stays the same."""
+    """Notes in ``held`` what it does not write: arrays and generators, to be copied, and what stays the same."""
 
-    def __init__(self, file: io.BytesIO, apart: Sequence[Any]) -> None:
-        super().__init__(file, protocol=5)
+    def __init__(self, file: io.BytesIO, apart: Sequence[Any], limited: bool) -> None:
+        super().__init__(file, protocol=4)
         self.held: list[Any] = []  # which are held, so that none of another's identity follows
         self._places: dict[int, int] = {}
         self._apart = {id(value) for value in apart}
+        self._numbers: float = MOST_NUMBERS if limited else math.inf
+        self._objects: float = MOST_OBJECTS if limited else math.inf
 
     def persistent_id(self, value: Any) -> int | None:
+        self._objects -= 1
         kind = type(value)
         if kind is _Same:
-            value = value.of
-        elif not (self._apart and id(value) in self._apart) and (kind in _PLAIN or _is_written(kind)):
+            return self._place(value.of)
+        if id(value) in self._apart:
+            return self._place(value)
+        if (kind in _PLAIN or _is_written(kind)) and not _is_array(value):
+            self._count(0)
             return None
+        return self._place(value)
+
+    def _place(self, value: Any) -> int:
         place = self._places.setdefault(id(value), len(self.held))
         if place == len(self.held):
             self.held.append(value)
+            self._count(value.size if _is_array(value) else value.numel() if _is_copied(value) else 0)
         return place
+
+    def _count(self, numbers: int) -> None:
+        self._numbers -= numbers
+        if min(self._numbers, self._objects) < 0:
+            raise OverflowError("more than is copied")
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, MethodType):
             return MethodType, (value.__func__, value.__self__)
+        kind = type(value)
         with suppress(Exception):
-            if isinstance(made := value.__reduce_ex__(5), tuple):
+            if kind.__module__ not in _HOLDERS and object.__new__(kind) is not None:  # an error for those of C
+                return object.__new__, (kind,), _inside(value), None, None, _fill
+        with suppress(Exception):
+            if isinstance(made := value.__reduce_ex__(4), tuple):
                 return made
         return _itself, (_Same(value),)
 
     def copies(self) -> list[Any]:
         """What stands in the places of what was not written."""
         known: dict[int, Any] = {}
-        memory = [_memory(value) for value in self.held]
-        shared = {at for at, times in Counter(memory).items() if at and times > 1}
-        return [_copied(value, known if at in shared else None) for value, at in zip(self.held, memory, strict=True)]
+        memory = {id(value): _memory(value) for value in self.held if id(value) not in self._apart}
+        shared = {at for at, times in Counter(memory.values()).items() if at and times > 1}
+        return [
+            _copied(value, known if memory[id(value)] in shared else None) if id(value) in memory else value
+            for value in self.held
+        ]
 
 
 class _Reader(pickle.Unpickler):
@@ -126,37 +157,64 @@ class _Reader(pickle.Unpickler):
         return self._copies[place]
 
 
+def _inside(value: Any) -> dict[str, Any]:
+    """All attributes of an object of a class that is written in Python, without code of that class."""
+    names = (name for kind in type(value).__mro__ for name in copyreg._slotnames(kind))  # type: ignore[attr-defined]
+    slots = {name: object.__getattribute__(value, name) for name in names if hasattr(value, name)}
+    return slots | dict(getattr(value, "__dict__", {}))
+
+
+def _fill(made: Any, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        object.__setattr__(made, name, value)
+
+
 def _is_written(kind: type) -> bool:
     """Whether a copy of a class's objects is made of their pickle."""
     if kind is object or issubclass(kind, (*_SHARED, Tensor, torch.Generator)) or hasattr(kind, "__del__"):
         return False
-    return issubclass(kind, (dict, list, tuple, set, frozenset, deque)) or is_elsewhere(kind.__module__)
+    return issubclass(kind, _CONTAINERS) or is_elsewhere(kind.__module__)
 
 
 def is_elsewhere(module: str) -> bool:
-    """Whether a module is of no library that handles attention or models."""
-    return module.partition(".")[0] not in _LIBRARIES
+    """Whether a module is of no library, but for those of Python whose objects hold what they are given."""
+    root = module.partition(".")[0]
+    return root not in _LIBRARIES and (root in _HOLDERS or root not in sys.stdlib_module_names)
+
+
+def _is_array(value: Any) -> bool:
+    kind = type(value)
+    return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and not value.dtype.hasobject
+
+
+def _is_copied(value: Any) -> bool:
+    return issubclass(type(value), Tensor) and not issubclass(type(value), nn.Parameter)
 
 
 def _memory(value: Any) -> int:
     """Where a tensor that is to be copied has its numbers; 0 of what is to be copied alone."""
-    if not issubclass(type(value), Tensor) or issubclass(type(value), nn.Parameter) or value.requires_grad:
+    if not _is_copied(value) or value.requires_grad:
         return 0
-    try:
-        return int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, or of a transform
-        return 0
+    with suppress(NotImplementedError, RuntimeError):  # sparse, or of a transform
+        storage = value.untyped_storage()
+        return int(storage._cdata) if storage.nbytes() <= 8 * MOST_NUMBERS else 0
+    return 0
 
 
 def _copied(value: Any, known: dict[int, Any] | None) -> Any:
-    if issubclass(type(value), torch.Generator):
-        return value.clone_state()
-    if not issubclass(type(value), Tensor) or issubclass(type(value), nn.Parameter):
-        return value
-    if known is not None:
+    """The copy of an array or generator; what is neither, or takes no copy, stays the same."""
+    with suppress(Exception):
+        if issubclass(type(value), torch.Generator):
+            return value.clone_state()
+        if _is_array(value):
+            return value.copy()
+        if not _is_copied(value):
+            return value
         with suppress(Exception):
-            return copy.deepcopy(value, known)  # with what views of the same memory share
-    return copy_of(value)
+            if known is not None:
+                return copy.deepcopy(value, known)  # with what views of the same memory share
+        return copy_of(value)
+    return value
 
 
 def put_back(held: dict[str, Any], before: dict[str, Any]) -> None:
@@ -185,6 +243,7 @@ def places(function: Any, known: set[int] | None = None) -> Iterator[Place]:
         if is_elsewhere(function.__globals__.get("__name__", "")):
             read = _globals(function.__code__) & function.__globals__.keys()
             yield function.__globals__.update, {name: function.__globals__[name] for name in read}
+            yield partial(put_back, vars(function)), dict(vars(function))
             own = [(function, "__defaults__"), (function, "__kwdefaults__")]
             for owner, name in [*own, *((cell, "cell_contents") for cell in cells)]:
                 yield partial(_set, owner), {name: getattr(owner, name)}
@@ -206,7 +265,7 @@ def _set(owner: Any, held: dict[str, Any]) -> None:
 
 
 def _set_given(function: Any, args: Any, keywords: Any) -> None:
-    function.__setstate__((function.func, args, keywords, None))
+    function.__setstate__((function.func, args, keywords, vars(function)))
 
 
 @lru_cache(maxsize=1_000)

@@ -19,9 +19,9 @@ _MOST_TOKENS = 256
 
 
 def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None) -> None:
-    """Refuse a function whose output depends on a tensor that trains and that no layer gives it, by a call of it.
+    """Refuse a function whose output depends on a tensor that trains and that no layer gives it, by calls of it.
 
-    One that fails in this call, of few tokens, is not judged. What it keeps, and random states, are as before.
+    One that fails in these, of few tokens, is not judged. What it keeps, and random states, are as before.
 
     Args:
         mechanism: of those that are no functions, none is refused.
@@ -30,12 +30,15 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
     Raises:
         TypeError: with the kind and shape of the tensor that trains.
     """
-    out = _tried(mechanism, layer) if isinstance(mechanism, FunctionAttention) else None
-    for trained in _leaves(out):
-        raise TypeError(
-            f"the output of {type(mechanism).__name__} depends on a {type(trained).__name__} of shape "
-            f"{list(trained.shape)} {OUTSIDE}"
-        )
+    if not isinstance(mechanism, FunctionAttention):
+        return
+    first, second = ([*_leaves(_tried(mechanism, layer))] for _ in range(2))
+    for trained in first:
+        if any(trained is each for each in second):  # and none that the function itself makes in each call
+            raise TypeError(
+                f"the output of {type(mechanism).__name__} depends on a {type(trained).__name__} of shape "
+                f"{list(trained.shape)} {OUTSIDE}"
+            )
 
 
 def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> Any:
@@ -43,11 +46,12 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> Any:
     spec = mechanism.spec
     heads, width, dim = (spec.num_heads, spec.head_dim, spec.dim) if spec.told else (2, 4, 8)
     tokens = min(spec.num_tokens or 4, _MOST_TOKENS)
+    sizes: dict[str, tuple[int, ...]] = {"q": (1, heads, tokens, width), "k": (1, heads, tokens, width)}
+    values = (1, heads, tokens, (spec.value_dim or width) if spec.told else width)
+    sizes |= {name: (1, tokens, dim) if name == "x" else values for name in ("v", *mechanism.needs)}
     floating = (each for each in layer.parameters() if each.is_floating_point()) if layer is not None else iter(())
     like = next((each for each in floating if not each.is_meta), torch.empty(0, device="cpu"))
-    query = like.new_empty(1, heads, tokens, width)
-    value = like.new_empty(1, heads, tokens, (spec.value_dim or width) if spec.told else width)
-    needed = {name: like.new_empty(1, tokens, dim) if name == "x" else value for name in mechanism.needs}
+    place = {"device": like.device, "dtype": like.dtype}
     with ExitStack() as quiet:
         quiet.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -57,10 +61,11 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> Any:
         quiet.enter_context(unobserved(mechanism))
         quiet.enter_context(repeatable(like.device))
         quiet.enter_context(suppress(Exception))
-        q, k, v, *others = (
-            quasi_random(each, turn) for turn, each in enumerate((query, query, value, *needed.values()))
-        )
-        return mechanism.forward(q, k, v, None, spec.is_causal, **dict(zip(needed, others, strict=True)))  # type: ignore[arg-type]
+        made: dict[str, Any] = {
+            name: quasi_random(torch.empty(size, **place), turn)  # type: ignore[call-overload]
+            for turn, (name, size) in enumerate(sizes.items())
+        }
+        return mechanism.forward(**made, is_causal=spec.is_causal)
     return None
 
 

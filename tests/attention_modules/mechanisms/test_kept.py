@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import queue
 import threading
 from collections import deque
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ import torch
 from torch import nn
 
 from attention_modules import AttentionMechanism, AttentionSpec, build_mechanism
+from attention_modules.mechanisms.shared import kept
 from attention_modules.mechanisms.shared.kept import own_copies
 from attention_modules.mechanisms.shared.probe import acting_map
 
 SPEC = AttentionSpec(dim=8, num_heads=2, head_dim=4)
 MISSING = object()
-TOTAL, COUNTED = 0, {"calls": 0}
+TOTAL, COUNTED, QUEUES = 0, {"calls": 0}, []
 
 
 def softmax(q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
@@ -42,6 +44,23 @@ class Frozen(dict):
         raise TypeError("frozen")
 
 
+class Single:
+    """One of its kind, which hands out nothing of itself for pickling."""
+
+    def __new__(cls):
+        cls.one = vars(cls).get("one") or super().__new__(cls)
+        return cls.one
+
+    def __init__(self):
+        self.calls, self.handle = torch.zeros(()), threading.Lock()
+
+    def __getstate__(self):
+        return {}
+
+    def __reduce__(self):
+        raise AssertionError("pickled")
+
+
 class Held(AttentionMechanism):
     """Counts a call in everything, and mixes with the count."""
 
@@ -54,6 +73,7 @@ class Held(AttentionMechanism):
         self.store, self.names = Store(self.cache), SimpleNamespace()
         self.last, self.count, self.missing = deque([torch.zeros(1)], 3), itertools.count(), MISSING
         self.me, self.config = proxy(self), Frozen(a=1)
+        self.single, self.waited_for, self.rows = Single(), queue.Queue(), list(range(kept.MOST_OBJECTS))
 
     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
         assert self.missing is MISSING
@@ -65,6 +85,9 @@ class Held(AttentionMechanism):
         self.names.calls = self.me.slots.calls
         self.last[0].add_(1)
         self.last.append(self.cache["k"])
+        self.single.calls += 1
+        assert self.single.handle
+        assert self.waited_for is QUEUES[0]
         number = torch.stack([self.now[0], self.ran, self.last[0][0]]).sum() + self.slots.calls + float(self.array[0])
         return softmax(q * number, k, v, attn_mask, is_causal, dropout_p, scale)
 
@@ -73,10 +96,12 @@ class Held(AttentionMechanism):
 def test_a_look_is_the_next_call_and_keeps_nothing(inference):
     torch.manual_seed(0)
     module, (q, k, v) = build_mechanism(Held, SPEC), torch.randn(3, 1, 2, 5, 4)
+    QUEUES[:] = [module.waited_for]
     for calls in range(2):
         with torch.inference_mode(inference):
             found = acting_map(module, q, k, v).dense()
-        assert module.slots.calls == module.state[0] == module.last[0] == module.array[0] == module.ran == calls
+        states = (module.single.calls, module.state[0], module.last[0], module.array[0], module.ran)
+        assert [module.slots.calls, *map(int, states)] == [calls] * 6
         torch.testing.assert_close(found @ v, module(q, k, v))
 
 
@@ -101,15 +126,20 @@ def given(q, k, v, calls):
     return softmax(q * calls, k, v)
 
 
+def attribute(q, k, v):
+    attribute.calls = getattr(attribute, "calls", 0) + 1
+    return softmax(q * attribute.calls, k, v)
+
+
 @pytest.mark.parametrize(
     "make",
     [
         counting,
         lambda: functools.wraps(softmax)(lambda *args, of=counting(), **options: of(*args)),  # noqa: B008
         lambda: functools.update_wrapper(functools.partial(given, calls=torch.zeros(())), softmax),
-        lambda: SimpleNamespace(f=counting()).f,
+        lambda: attribute,
     ],
-    ids=["closure", "default", "partial", "plain"],
+    ids=["closure", "default", "partial", "attribute"],
 )
 def test_what_a_function_keeps_is_as_before(make):
     torch.manual_seed(0)
@@ -136,6 +166,8 @@ def test_what_a_copy_shares_is_shared_in_the_copy_and_what_is_not_ours_stays():
     assert whole.sum() == 0
     (own["gain"].sum() + own["made"][0].sum()).backward()
     assert gain.grad.tolist() == [3, 3]
-    (own,) = own_copies([{"nested": nested, "whole": whole, "config": Frozen(a=1), "holds": [whole]}])
-    assert own["nested"] is nested
+    values = {"nested": nested, "rows": list(range(kept.MOST_OBJECTS)), "large": torch.empty(kept.MOST_NUMBERS + 1)}
+    values["config"] = Frozen(a=1)
+    (own,) = own_copies([{**values, "whole": whole, "holds": [whole]}])
+    assert not [name for name, value in values.items() if own[name] is not value]
     assert own["whole"] is own["holds"][0] is not whole

@@ -5,8 +5,13 @@ from importlib import import_module
 import pytest
 import torch
 from attnswap.datamodules import ResumableLoader
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, GradientAccumulationScheduler
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
@@ -122,6 +127,40 @@ def test_what_lightnings_callbacks_change_from_epoch_to_epoch_is_as_it_was(tmp_p
     assert resumed[1] == expected[1][3 - len(resumed[1]) :]
     assert at > 6 or resumed[1] == [1, 2]
     assert resumed[2:] == expected[2:]
+
+
+class Halves(Callback):
+    """Halves the rate at each start of an epoch, and notes them."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.epochs.append(trainer.current_epoch)
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] /= 2
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning_tasks"])
+@pytest.mark.parametrize("at", [3, 6, 9])  # steps behind which a validation saves: within an epoch, and at its end
+def test_each_epoch_starts_once_where_validations_save(tmp_path, package, at):
+    def fit(resumed=None):
+        module, halves = module_of(package, False), Halves()
+        module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
+        module.val_dataloader, module.validation_step = module.train_dataloader, lambda *_: None
+        keep = ModelCheckpoint(tmp_path / str(resumed is None), save_top_k=-1, filename="{step}")
+        own = [ExactResume()] if package == "lightning.pytorch" else []
+        quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+        callbacks = [keep, halves, *own]
+        trainer = Trainer(max_epochs=3, val_check_interval=3, accelerator="cpu", callbacks=callbacks, **quiet)
+        trainer.fit(module, ckpt_path=resumed)
+        return module, halves.epochs, trainer.fit_loop.epoch_progress.current
+
+    whole, epochs, progress = fit()
+    resumed, later, after = fit(str(tmp_path / "True" / f"step={at}.ckpt"))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    assert later == epochs[3 - len(later) :]
+    assert after == progress
 
 
 class Asks(Callback):
