@@ -81,8 +81,10 @@ def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkp
     """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
     checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
     if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
-        checkpoint["trains"] = {name: each.requires_grad for name, each in pl_module.named_parameters()}
-        checkpoint["tracks"] = {name: each.track_running_stats for name, each in _norms(pl_module)}
+        checkpoint["finetuning"] = {
+            "trains": {name: each.requires_grad for name, each in pl_module.named_parameters()},
+            "tracks": {name: each.track_running_stats for name, each in _norms(pl_module)},
+        }
 
 
 def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
@@ -91,7 +93,7 @@ def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
 
 def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`keep_state` kept in a checkpoint."""
-    return {name: checkpoint[name] for name in ("random_states", "trains", "tracks") if name in checkpoint}
+    return {name: checkpoint[name] for name in ("random_states", "finetuning") if name in checkpoint}
 
 
 def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
@@ -134,18 +136,17 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
 
     def run() -> None:
         del loop.run  # type: ignore[method-assign]
-        if "trains" in kept and _of_kind(trainer, "BaseFinetuning"):
+        if (before := kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             for name, parameter in pl_module.named_parameters():
-                parameter.requires_grad_(kept["trains"].get(name, parameter.requires_grad))
+                parameter.requires_grad_(before["trains"].get(name, parameter.requires_grad))
             for name, norm in _norms(pl_module):
-                norm.track_running_stats = kept["tracks"].get(name, norm.track_running_stats)
+                norm.track_running_stats = before["tracks"].get(name, norm.track_running_stats)
         loop._combined_loader = None
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
             loop._restarting = of_epoch.restarting = False
         of_epoch.advance = advance  # type: ignore[method-assign, assignment]
-        if hasattr(loop, "reset_restart_stage"):  # not of earlier versions of Lightning
-            loop.on_advance_start = begin  # type: ignore[method-assign]
+        loop.on_advance_start = begin  # type: ignore[method-assign]
         loop.run()
 
     loop.run = run  # type: ignore[method-assign]

@@ -90,10 +90,10 @@ def test_a_killed_fit_of_any_module_goes_on_bitwise(tmp_path, package, reads_ste
 
 
 class Unfreezes(BaseFinetuning):
-    """Trains the first layer from the second epoch on."""
+    """Trains the first layer, and a norm, from the second epoch on."""
 
     def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.net[0])
+        self.freeze(pl_module.net[0], train_bn=False)
 
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == 1:
@@ -114,6 +114,7 @@ class Unfreezes(BaseFinetuning):
 def test_what_lightnings_callbacks_change_from_epoch_to_epoch_is_as_it_was(tmp_path, package, make, at):
     def fit(folder, kill_at=None, resumed=None):
         module = module_of(package, False)
+        module.net[0] = torch.nn.Sequential(module.net[0], torch.nn.BatchNorm1d(8))
         module.backbone, module.epochs = module.net[0], []
         module.configure_optimizers = lambda: torch.optim.SGD(module.net[2].parameters(), lr=0.1)
         module.on_train_epoch_start = lambda: module.epochs.append(module.current_epoch)
