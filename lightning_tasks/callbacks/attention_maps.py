@@ -214,7 +214,7 @@ class AttentionMapLogger(MechanismObserver):
             self._maps[index] = self._heads(acting.dense(torch.tensor(rows, device=acting.device)))
             return
         batch, heads, _, columns = acting.shape
-        total = torch.zeros(batch, heads, 1, columns, device=acting.device)
+        total = torch.zeros(batch, heads, 1, columns, device=acting.device, dtype=torch.float32)
         for _, column, part in acting.blocks():
             total[..., column] += part.sum(2, keepdim=True)
         self._maps[index] = self._heads(total / tokens)

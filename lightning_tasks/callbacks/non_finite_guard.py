@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
-from lightning_tasks.callbacks.base import Callback, gives_up_gradients, is_strategy
+from lightning_tasks.callbacks.base import Callback, calls_step_hooks, gives_up_gradients, is_strategy
 from lightning_tasks.files.resume import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
@@ -55,6 +58,11 @@ class _Window:
             loss, parameters = flags.read()
             self.suspect = sample if loss or parameters else None
         self._last = None
+
+
+def _put_back(groups: list[dict[str, Any]], optimizer: Optimizer, *_: object) -> None:
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        group.update(before)
 
 
 class NonFiniteGuard(Callback):
@@ -110,6 +118,7 @@ class NonFiniteGuard(Callback):
         self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
         self.skipped = 0
         self._in_a_row = 0
+        self._skipping = ExitStack()  # a step that is left out
         self._reset()
 
     def _reset(self) -> None:
@@ -119,6 +128,7 @@ class NonFiniteGuard(Callback):
         self._stepped = False
         self._first_of_epoch: int | None = None
         self._unread: tuple[Flags, Sample, _Window] | None = None
+        self._skipping.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -164,6 +174,7 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        self._skipping.close()
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
@@ -176,8 +187,13 @@ class NonFiniteGuard(Callback):
         self._window, self._stepped = _Window(), True
         if self.action == "stop" and reads_late(pl_module):
             self._unread = found
-        else:
-            self._judge(trainer, pl_module, *found)
+        elif self._judge(trainer, pl_module, *found) and calls_step_hooks(optimizer):
+            # Some count their steps in their groups, with or without gradients.
+            groups = [
+                {name: deepcopy(value) for name, value in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ]
+            self._skipping.callback(optimizer.register_step_post_hook(partial(_put_back, groups)).remove)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -218,23 +234,24 @@ class NonFiniteGuard(Callback):
 
     def _judge(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, flags: Flags, sample: Sample, window: _Window
-    ) -> None:
-        """Stop, or skip the step, where it is not finite."""
+    ) -> bool:
+        """Stop, or skip the step, where it is not finite; whether it is skipped here, and by no scaler."""
         window.settle()
         bad_loss, parameters = flags.read()
         bad_loss = trainer.world_size == 1 and (bad_loss or _has_bad_loss(window.suspect))
         if not (bad_loss or parameters):
             self._in_a_row = 0
-            return
+            return False
         self._in_a_row += 1
         scaled = _scaler(trainer) is not None
         if scaled and not bad_loss and self._in_a_row < _SCALER_PATIENCE:
-            return  # the scaler skips the step, and halves its scale
+            return False  # the scaler skips the step, and halves its scale
         names = _names_of(pl_module, parameters)
         text = self._describe(trainer, pl_module, window.suspect or sample, names, len(flags.parameters))
         if self.action == "stop" or (scaled and not bad_loss) or self._in_a_row > self.max_consecutive_skips:
             self._stop(trainer, text)
         self._skip(trainer, pl_module, flags, text, keeps_gradients=scaled and bool(parameters))
+        return not scaled
 
     def _stop(self, trainer: pl.Trainer, text: str) -> None:
         for logger in trainer.loggers:

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, distributed
 
 from lightning_tasks.files.weights import WEIGHTS_ONLY
@@ -130,8 +131,10 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         current: Any = loop.epoch_progress.current
         if loop.restarted_mid_epoch and current.processed == current.started:  # the epoch is over; the next one begins
             loop.reset_restart_stage()
-        for scheduler in _of_kind(trainer, "GradientAccumulationScheduler") if loop.restarted_mid_epoch else ():
-            scheduler.on_train_epoch_start(trainer, pl_module)
+        if loop.restarted_mid_epoch:
+            for scheduler in _of_kind(trainer, "GradientAccumulationScheduler"):
+                scheduler.on_train_epoch_start(trainer, pl_module)
+            _warn_of_lost_gradients(trainer, pl_module)
         loop.on_advance_start()
 
     def run() -> None:
@@ -152,6 +155,17 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     loop.run = run  # type: ignore[method-assign]
     if (states := kept.get("random_states")) is not None:
         set_random_state(states, trainer.global_rank, pl_module.device)
+
+
+def _warn_of_lost_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    lost = progress.current.ready % trainer.accumulate_grad_batches
+    if lost and not progress.is_last_batch and pl_module.automatic_optimization:
+        rank_zero_warn(
+            f"the checkpoint was saved behind {lost} of the {trainer.accumulate_grad_batches} batches that a step "
+            "accumulates, and lacks their gradients, so that this run will differ from one that was not stopped: save "
+            "where steps end (every_n_train_steps, or val_check_interval a multiple of accumulate_grad_batches)"
+        )
 
 
 def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import timm.optim
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -57,7 +58,7 @@ class Poisoned(TinyLM):
         return loss
 
     def configure_optimizers(self):
-        return getattr(torch.optim, self.kind)(self.parameters(), lr=0.01)
+        return (getattr(torch.optim, self.kind, None) or getattr(timm.optim, self.kind))(self.parameters(), lr=0.01)
 
 
 @pytest.fixture(params=["at once", "late"])
@@ -186,6 +187,15 @@ def test_where_all_backward_passes_come_first_each_step_is_judged_by_all():
     with pytest.warns(UserWarning, match="skipped step"):
         fit(module, [guard], loader=batches(3))
     assert (module.moved, guard.skipped) == ([True, False, True], 2)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Adan"])  # the last two count their steps in their groups
+def test_a_run_that_skips_a_step_is_one_without_its_batch(optimizer):
+    skips, never_saw = Poisoned(optimizer=optimizer), Poisoned(at=(), optimizer=optimizer)
+    with pytest.warns(UserWarning, match="skipped step 2 .*the loss is nan"):
+        fit(skips, [NonFiniteGuard("skip")])
+    fit(never_saw, loader=DataLoader([batch for at, batch in enumerate(batches()) if at != 2], batch_size=None))
+    assert torch.equal(weights_of(skips), weights_of(never_saw))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

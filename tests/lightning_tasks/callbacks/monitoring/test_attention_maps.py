@@ -131,16 +131,18 @@ def test_each_map_has_its_color_bar():
     assert len(images.axes) == 3 + 2
 
 
-@pytest.mark.parametrize("queries", [None, [0, 3]])
-def test_maps_over_images(tmp_path, drawn, queries):
+@pytest.mark.parametrize(("queries", "precision"), [(None, "32-true"), ([0, 3], "32-true"), (None, "bf16-true")])
+def test_maps_over_images(tmp_path, drawn, queries, precision):
     logger = CSVLogger(tmp_path)
     callbacks = [AttentionMapLogger(num_samples=3, queries=queries, rollout=True), AttentionMonitor(stages=["test"])]
-    run = trainer(tmp_path, logger=logger, callbacks=callbacks, max_epochs=1, limit_train_batches=1)
+    options = {"logger": logger, "callbacks": callbacks, "max_epochs": 1, "limit_train_batches": 1}
+    run = trainer(tmp_path, precision=precision, **options)
     data = DigitsDataModule(batch_size=8)
     run.fit(ImageClassificationTask(model_options=TINY), data)
     assert len(drawn) == 3
     images, maps, rows, *_ = drawn[0]
-    torch.testing.assert_close(images, next(iter(data.val_dataloader()))[0][:3])
+    torch.testing.assert_close(images, next(iter(data.val_dataloader()))[0][:3], atol=0.01, rtol=0.01)
+    assert maps.dtype == torch.float32
     queries_drawn = 1 if queries is None else 2
     assert maps.shape == (3, queries_drawn, 1, 4, 4)
     assert rows == (["mean of tokens"] if queries is None else ["token 0", "token 3"])

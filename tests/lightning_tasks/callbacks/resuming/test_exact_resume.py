@@ -1,5 +1,6 @@
 """Somebody's own module, killed within an epoch and resumed, draws and reads what the uninterrupted fit does."""
 
+import warnings
 from importlib import import_module
 
 import pytest
@@ -143,8 +144,10 @@ class Halves(Callback):
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "lightning_tasks"])
-@pytest.mark.parametrize("at", [3, 6, 9])  # steps behind which a validation saves: within an epoch, and at its end
-def test_each_epoch_starts_once_where_validations_save(tmp_path, package, at):
+@pytest.mark.parametrize(("at", "accumulated"), [(3, 1), (6, 1), (9, 1), (1, 2), (3, 2), (1, 3)])
+def test_each_epoch_starts_once_where_validations_save(tmp_path, package, at, accumulated):
+    """After 3 batches of 6; what a window of accumulation has gathered there is lost, and that is said."""
+
     def fit(resumed=None):
         module, halves = module_of(package, False), Halves()
         module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=0.1)
@@ -152,14 +155,18 @@ def test_each_epoch_starts_once_where_validations_save(tmp_path, package, at):
         keep = ModelCheckpoint(tmp_path / str(resumed is None), save_top_k=-1, filename="{step}")
         own = [ExactResume()] if package == "lightning.pytorch" else []
         quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-        callbacks = [keep, halves, *own]
-        trainer = Trainer(max_epochs=3, val_check_interval=3, accelerator="cpu", callbacks=callbacks, **quiet)
+        quiet |= {"val_check_interval": 3, "accumulate_grad_batches": accumulated, "callbacks": [keep, halves, *own]}
+        trainer = Trainer(max_epochs=3, accelerator="cpu", **quiet)
         trainer.fit(module, ckpt_path=resumed)
         return module, halves.epochs, trainer.fit_loop.epoch_progress.current
 
     whole, epochs, progress = fit()
-    resumed, later, after = fit(str(tmp_path / "True" / f"step={at}.ckpt"))
-    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed, later, after = fit(str(tmp_path / "True" / f"step={at}.ckpt"))
+    is_within = accumulated == 2 and at == 1  # behind 3 batches
+    assert any("behind 1 of the 2 batches that a step accumulates" in str(each.message) for each in said) == is_within
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters())) != is_within
     assert later == epochs[3 - len(later) :]
     assert after == progress
 
