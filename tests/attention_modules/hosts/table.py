@@ -197,13 +197,14 @@ tried with `variant='scalar'`, `dam` and `position_bias` with `num_tokens`, as m
 there are.
 
 The numbers: ¹ grouped keys: without a query all heads of a group would be identical. ² q/k norm: without a query the
-query's norm would train nothing. ³ reduced keys: more queries than keys, and the mechanism needs one for each. ⁴ rotary
-positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and `qk_norm`
-`gain='scalar'` there; a layer of your own says so only once it is declared. ⁵ the layer hides the future, and the mechanism compares or normalizes all tokens with each
-other. ⁶ Mechanisms of this column read the values of an earlier layer of the same stack: they are tried in two layers,
-of which the second is given the very values of the first; a layer alone refuses them. ⁷ Which projections give queries
-and keys is not known: [`declare_host`](#layers-of-your-own) says it in one line. ⁸ the layer sees the future, and the
-mechanism must hide it. ⁹ the layer's window is shorter than the sequence, and a state holds all tokens.
+query's norm would train nothing. ³ reduced keys: more queries than keys, and the mechanism needs one for each. ⁴
+rotary positions have mixed the features that the mechanism treats apart; `differential` takes `pairs='heads'` and
+`qk_norm` `gain='scalar'` there; a layer of your own says so only once it is declared. ⁵ the layer hides the future,
+and the mechanism compares or normalizes all tokens with each other. ⁶ Mechanisms of this column read the values of an
+earlier layer of the same stack: they are tried in two layers, of which the second is given the very values of the
+first; a layer alone refuses them. ⁷ Which projections give queries and keys is not known:
+[`declare_host`](#layers-of-your-own) says it in one line. ⁸ the layer sees the future, and the mechanism must hide it.
+⁹ the layer's window is shorter than the sequence, and a state holds all tokens.
 
 What else to know:
 
