@@ -415,7 +415,8 @@ def _build(
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
-    for layer, built in {type(built): (layer, built) for layer, built in plan}.values():
+    kinds = {(type(built), built.spec.placed(layer_index=None)): (layer, built) for layer, built in plan}
+    for layer, built in kinds.values():
         refuse_outside(built, layer.module)
     freeze_as_layers(plan)
     if found.networks[1:]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from lightning_tasks.callbacks.base import Callback, calls_step_hooks, gives_up_gradients, is_strategy
@@ -60,9 +60,25 @@ class _Window:
         self._last = None
 
 
-def _put_back(groups: list[dict[str, Any]], optimizer: Optimizer, *_: object) -> None:
+def _settings(optimizer: Optimizer) -> list[dict[str, tuple[Any, Tensor | None]]]:
+    """What groups hold beside Parameters; of tensors, the numbers too."""
+    return [
+        {
+            name: (value, value.detach().clone() if isinstance(value, Tensor) else None)
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+@torch.no_grad()
+def _put_back(groups: list[dict[str, tuple[Any, Tensor | None]]], optimizer: Optimizer, *_: object) -> None:
     for group, before in zip(optimizer.param_groups, groups, strict=True):
-        group.update(before)
+        for name in group.keys() - before.keys() - {"params"}:
+            del group[name]
+        for name, (value, numbers) in before.items():
+            group[name] = value if numbers is None else value.copy_(numbers)
 
 
 class NonFiniteGuard(Callback):
@@ -118,7 +134,7 @@ class NonFiniteGuard(Callback):
         self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
         self.skipped = 0
         self._in_a_row = 0
-        self._skipping = ExitStack()  # a step that is left out
+        self._put_back: RemovableHandle | None = None  # behind a step that is left out
         self._reset()
 
     def _reset(self) -> None:
@@ -128,7 +144,12 @@ class NonFiniteGuard(Callback):
         self._stepped = False
         self._first_of_epoch: int | None = None
         self._unread: tuple[Flags, Sample, _Window] | None = None
-        self._skipping.close()
+        self._unhook()
+
+    def _unhook(self) -> None:
+        if self._put_back is not None:
+            self._put_back.remove()
+        self._put_back = None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -174,7 +195,7 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._skipping.close()
+        self._unhook()
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
@@ -189,11 +210,7 @@ class NonFiniteGuard(Callback):
             self._unread = found
         elif self._judge(trainer, pl_module, *found) and calls_step_hooks(optimizer):
             # Some count their steps in their groups, with or without gradients.
-            groups = [
-                {name: deepcopy(value) for name, value in group.items() if name != "params"}
-                for group in optimizer.param_groups
-            ]
-            self._skipping.callback(optimizer.register_step_post_hook(partial(_put_back, groups)).remove)
+            self._put_back = optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer)))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -203,6 +220,7 @@ class NonFiniteGuard(Callback):
             flags = Flags(self._sample.losses, list(pl_module.parameters()), shared=False)  # of this process's batch
             self._window.add(flags, self._sample)
         self._sample = None
+        self._unhook()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._settle(trainer, pl_module)
@@ -251,7 +269,7 @@ class NonFiniteGuard(Callback):
         if self.action == "stop" or (scaled and not bad_loss) or self._in_a_row > self.max_consecutive_skips:
             self._stop(trainer, text)
         self._skip(trainer, pl_module, flags, text, keeps_gradients=scaled and bool(parameters))
-        return not scaled
+        return not (scaled and parameters)
 
     def _stop(self, trainer: pl.Trainer, text: str) -> None:
         for logger in trainer.loggers:

@@ -81,11 +81,20 @@ def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device
 def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
     """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
     checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
+    if trainer is not None and (lost := _gathered(trainer, pl_module)):
+        checkpoint["lost_gradients"] = lost
     if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
         checkpoint["finetuning"] = {
             "trains": {name: each.requires_grad for name, each in pl_module.named_parameters()},
             "tracks": {name: each.track_running_stats for name, each in _norms(pl_module)},
         }
+
+
+def _gathered(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
+    """How many batches a step has gathered gradients of, which is not taken yet."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    is_open = pl_module.automatic_optimization and not progress.is_last_batch
+    return progress.current.ready % trainer.accumulate_grad_batches if is_open else 0
 
 
 def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
@@ -94,7 +103,7 @@ def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
 
 def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`keep_state` kept in a checkpoint."""
-    return {name: checkpoint[name] for name in ("random_states", "finetuning") if name in checkpoint}
+    return {name: checkpoint[name] for name in ("random_states", "finetuning", "lost_gradients") if name in checkpoint}
 
 
 def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
@@ -134,7 +143,12 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         if loop.restarted_mid_epoch:
             for scheduler in _of_kind(trainer, "GradientAccumulationScheduler"):
                 scheduler.on_train_epoch_start(trainer, pl_module)
-            _warn_of_lost_gradients(trainer, pl_module)
+            if lost := kept.get("lost_gradients"):
+                rank_zero_warn(
+                    f"the checkpoint was saved behind {lost} of the batches that a step accumulates, and lacks their "
+                    "gradients, so that this run will differ from one that was not stopped: save where steps end "
+                    "(every_n_train_steps, or val_check_interval a multiple of accumulate_grad_batches)"
+                )
         loop.on_advance_start()
 
     def run() -> None:
@@ -155,17 +169,6 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     loop.run = run  # type: ignore[method-assign]
     if (states := kept.get("random_states")) is not None:
         set_random_state(states, trainer.global_rank, pl_module.device)
-
-
-def _warn_of_lost_gradients(trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    lost = progress.current.ready % trainer.accumulate_grad_batches
-    if lost and not progress.is_last_batch and pl_module.automatic_optimization:
-        rank_zero_warn(
-            f"the checkpoint was saved behind {lost} of the {trainer.accumulate_grad_batches} batches that a step "
-            "accumulates, and lacks their gradients, so that this run will differ from one that was not stopped: save "
-            "where steps end (every_n_train_steps, or val_check_interval a multiple of accumulate_grad_batches)"
-        )
 
 
 def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:

@@ -233,6 +233,13 @@ def PROJECTS(q, k, v):
     return bare(PROJECTION(q), k, v)
 
 
+def makes_its_own(q, k, v):
+    """Makes its Parameter in its first call."""
+    if not hasattr(makes_its_own, "gain"):
+        makes_its_own.gain = nn.Parameter(torch.ones(()))
+    return bare(q * makes_its_own.gain, k, v)
+
+
 def by_its_gradient(q, k, v):
     """Makes what it differentiates by itself."""
     x = q.detach().requires_grad_()
@@ -253,6 +260,8 @@ def test_what_trains_is_no_option_and_what_does_not_may_be_held():
         )
     holder = WithParameter(SPEC)
     holder.number = 2.0
+    with pytest.raises(TypeError, match="that trains and is no part"):
+        swap_attention(encoder(), makes_its_own)
     for function in (
         by_its_gradient,
         HELD.scaled,

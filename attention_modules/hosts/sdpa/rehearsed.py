@@ -34,11 +34,13 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
         for state in default_states():
             back.callback(*state)
         parts = [*_reached(model)]
-        kept = [{name: value for name, value in vars(part).items() if name not in _HOOKS} for part in parts]
-        for part, own in zip(parts, own_copies(kept), strict=True):
+        apart = {*_HOOKS, "_buffers"}
+        kept = [{name: value for name, value in vars(part).items() if name not in apart} for part in parts]
+        copies = own_copies([*kept, *(dict(part._buffers) for part in parts)])
+        for part, own, buffers in zip(parts, copies, copies[len(parts) :], strict=False):
             back.callback(_set_back, part, type(part), dict(vars(part)))
             hooks = {name: _that_compute(vars(part)[name]) for name in _HOOKS}
-            vars(part).update({**own, **hooks, "training": False})
+            vars(part).update({**own, **hooks, "_buffers": buffers, "training": False})
         yield parts
 
 

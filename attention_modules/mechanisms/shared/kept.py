@@ -26,7 +26,8 @@ from torch import Tensor, nn
 _LIBRARIES = frozenset({"accelerate", "attention_modules", "lightning", "lightning_tasks", "peft"})
 _LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "triton", "wandb"}
 # Modules of Python whose objects hold what they are given; those of others may be waited for, or stand for a file.
-_HOLDERS = frozenset({"argparse", "array", "builtins", "collections", "functools", "itertools", "random", "types"})
+_HOLDERS = frozenset({"abc", "argparse", "array", "builtins", "collections", "functools", "itertools"})
+_HOLDERS |= {"_random", "random", "types", "typing"}
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset, deque})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHARED = (type, nn.Module, nn.Parameter, Enum, FunctionType, BuiltinFunctionType, ModuleType, *ProxyTypes)
@@ -116,7 +117,8 @@ class _Writer(pickle.Pickler):
         place = self._places.setdefault(id(value), len(self.held))
         if place == len(self.held):
             self.held.append(value)
-            self._count(value.size if _is_array(value) else value.numel() if _is_copied(value) else 0)
+            if id(value) not in self._apart:
+                self._count(value.size if _is_array(value) else value.numel() if _is_copied(value) else 0)
         return place
 
     def _count(self, numbers: int) -> None:
@@ -130,7 +132,7 @@ class _Writer(pickle.Pickler):
         kind = type(value)
         with suppress(Exception):
             if kind.__module__ not in _HOLDERS and object.__new__(kind) is not None:  # an error for those of C
-                return object.__new__, (kind,), _inside(value), None, None, _fill
+                return object.__new__, (kind,), (_own(value), _slots(value)), None, None, _fill
         with suppress(Exception):
             if isinstance(made := value.__reduce_ex__(4), tuple):
                 return made
@@ -139,11 +141,12 @@ class _Writer(pickle.Pickler):
     def copies(self) -> list[Any]:
         """What stands in the places of what was not written."""
         known: dict[int, Any] = {}
-        memory = {id(value): _memory(value) for value in self.held if id(value) not in self._apart}
-        shared = {at for at, times in Counter(memory.values()).items() if at and times > 1}
+        memory = [_memory(value) for value in self.held]
+        apart = {at for value, at in zip(self.held, memory, strict=True) if at and id(value) in self._apart}
+        shared = {at for at, times in Counter(memory).items() if at and times > 1}
         return [
-            _copied(value, known if memory[id(value)] in shared else None) if id(value) in memory else value
-            for value in self.held
+            value if id(value) in self._apart or at in apart else _copied(value, known if at in shared else None)
+            for value, at in zip(self.held, memory, strict=True)
         ]
 
 
@@ -157,23 +160,34 @@ class _Reader(pickle.Unpickler):
         return self._copies[place]
 
 
-def _inside(value: Any) -> dict[str, Any]:
-    """All attributes of an object of a class that is written in Python, without code of that class."""
-    names = (name for kind in type(value).__mro__ for name in copyreg._slotnames(kind))  # type: ignore[attr-defined]
-    slots = {name: object.__getattribute__(value, name) for name in names if hasattr(value, name)}
-    return slots | dict(getattr(value, "__dict__", {}))
+def _own(value: Any) -> dict[Any, Any]:
+    """The attributes of an object, without code of its class."""
+    with suppress(AttributeError):
+        return dict(object.__getattribute__(value, "__dict__"))
+    return {}
 
 
-def _fill(made: Any, held: dict[str, Any]) -> None:
-    for name, value in held.items():
+def _slots(value: Any) -> dict[str, Any]:
+    found = {}
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(value, name)
+    return found
+
+
+def _fill(made: Any, held: tuple[dict[Any, Any], dict[str, Any]]) -> None:
+    own, slots = held
+    if own:
+        object.__getattribute__(made, "__dict__").update(own)
+    for name, value in slots.items():
         object.__setattr__(made, name, value)
 
 
 def _is_written(kind: type) -> bool:
-    """Whether a copy of a class's objects is made of their pickle."""
+    """Whether a copy of a class's objects is made of what they hold; not of a torch dataset, or a queue of threads."""
     if kind is object or issubclass(kind, (*_SHARED, Tensor, torch.Generator)) or hasattr(kind, "__del__"):
         return False
-    return issubclass(kind, _CONTAINERS) or is_elsewhere(kind.__module__)
+    return issubclass(kind, _CONTAINERS) or all(is_elsewhere(each.__module__) for each in kind.__mro__)
 
 
 def is_elsewhere(module: str) -> bool:
@@ -196,8 +210,7 @@ def _memory(value: Any) -> int:
     if not _is_copied(value) or value.requires_grad:
         return 0
     with suppress(NotImplementedError, RuntimeError):  # sparse, or of a transform
-        storage = value.untyped_storage()
-        return int(storage._cdata) if storage.nbytes() <= 8 * MOST_NUMBERS else 0
+        return int(value.untyped_storage()._cdata)
     return 0
 
 
@@ -207,11 +220,11 @@ def _copied(value: Any, known: dict[int, Any] | None) -> Any:
         if issubclass(type(value), torch.Generator):
             return value.clone_state()
         if _is_array(value):
-            return value.copy()
+            return value.copy(order="K")
         if not _is_copied(value):
             return value
         with suppress(Exception):
-            if known is not None:
+            if known is not None and value.untyped_storage().nbytes() <= 8 * MOST_NUMBERS:
                 return copy.deepcopy(value, known)  # with what views of the same memory share
         return copy_of(value)
     return value

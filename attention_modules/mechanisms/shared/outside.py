@@ -32,7 +32,7 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
     """
     if not isinstance(mechanism, FunctionAttention):
         return
-    first, second = ([*_leaves(_tried(mechanism, layer))] for _ in range(2))
+    first, second = ([*_leaves(out)] for out in _tried(mechanism, layer))
     for trained in first:
         if any(trained is each for each in second):  # and none that the function itself makes in each call
             raise TypeError(
@@ -41,8 +41,8 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
             )
 
 
-def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> Any:
-    """What a mechanism gives for tensors that do not train; None if it fails."""
+def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> tuple[Any, Any]:
+    """What a mechanism gives for tensors that do not train, in one call and the next; None where it fails."""
     spec = mechanism.spec
     heads, width, dim = (spec.num_heads, spec.head_dim, spec.dim) if spec.told else (2, 4, 8)
     tokens = min(spec.num_tokens or 4, _MOST_TOKENS)
@@ -65,8 +65,8 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> Any:
             name: quasi_random(torch.empty(size, **place), turn)  # type: ignore[call-overload]
             for turn, (name, size) in enumerate(sizes.items())
         }
-        return mechanism.forward(**made, is_causal=spec.is_causal)
-    return None
+        return mechanism.forward(**made, is_causal=spec.is_causal), mechanism.forward(**made, is_causal=spec.is_causal)
+    return None, None
 
 
 def _leaves(out: Any) -> Iterator[Tensor]:

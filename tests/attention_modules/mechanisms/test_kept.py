@@ -61,6 +61,21 @@ class Single:
         raise AssertionError("pickled")
 
 
+class Feed(queue.Queue):
+    """What another thread fills."""
+
+
+class Closed:
+    """Whose attributes are read by code of its own."""
+
+    def __init__(self):
+        vars(self)["calls"] = 0
+
+    @property
+    def calls(self):
+        return vars(self)["calls"]
+
+
 class Held(AttentionMechanism):
     """Counts a call in everything, and mixes with the count."""
 
@@ -72,8 +87,8 @@ class Held(AttentionMechanism):
         self.cache, self.slots, self.array = {}, Slots(), np.zeros(1)
         self.store, self.names = Store(self.cache), SimpleNamespace()
         self.last, self.count, self.missing = deque([torch.zeros(1)], 3), itertools.count(), MISSING
-        self.me, self.config = proxy(self), Frozen(a=1)
-        self.single, self.waited_for, self.rows = Single(), queue.Queue(), list(range(kept.MOST_OBJECTS))
+        self.me, self.config, self.closed = proxy(self), Frozen(a=1), Closed()
+        self.single, self.waited_for, self.rows = Single(), Feed(), list(range(kept.MOST_OBJECTS))
 
     def forward(self, q, k, v, attn_mask=None, is_causal=False, dropout_p=0.0, scale=None):
         assert self.missing is MISSING
@@ -86,6 +101,7 @@ class Held(AttentionMechanism):
         self.last[0].add_(1)
         self.last.append(self.cache["k"])
         self.single.calls += 1
+        vars(self.closed)["calls"] += 1
         assert self.single.handle
         assert self.waited_for is QUEUES[0]
         number = torch.stack([self.now[0], self.ran, self.last[0][0]]).sum() + self.slots.calls + float(self.array[0])
@@ -101,7 +117,7 @@ def test_a_look_is_the_next_call_and_keeps_nothing(inference):
         with torch.inference_mode(inference):
             found = acting_map(module, q, k, v).dense()
         states = (module.single.calls, module.state[0], module.last[0], module.array[0], module.ran)
-        assert [module.slots.calls, *map(int, states)] == [calls] * 6
+        assert [module.slots.calls, module.closed.calls, *map(int, states)] == [calls] * 7
         torch.testing.assert_close(found @ v, module(q, k, v))
 
 

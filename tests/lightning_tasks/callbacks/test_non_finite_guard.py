@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
 
@@ -190,12 +191,28 @@ def test_where_all_backward_passes_come_first_each_step_is_judged_by_all():
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Lamb", "Adan"])  # the last two count their steps in their groups
-def test_a_run_that_skips_a_step_is_one_without_its_batch(optimizer):
-    skips, never_saw = Poisoned(optimizer=optimizer), Poisoned(at=(), optimizer=optimizer)
-    with pytest.warns(UserWarning, match="skipped step 2 .*the loss is nan"):
-        fit(skips, [NonFiniteGuard("skip")])
-    fit(never_saw, loader=DataLoader([batch for at, batch in enumerate(batches()) if at != 2], batch_size=None))
+@pytest.mark.parametrize("step", [0, 2, 4])
+def test_a_run_that_skips_a_step_is_one_without_its_batch(optimizer, step):
+    class Tensors(Poisoned):
+        def configure_optimizers(self):
+            made, flat = super().configure_optimizers(), torch.zeros(4)
+            self.held = {
+                "views": [flat[:2], flat[2:]],
+                "flat": flat,
+                "rate": torch.tensor(0.5),
+                "lock": threading.Lock(),
+            }
+            made.param_groups[0].update(self.held)
+            return made
+
+    skips, never_saw = Tensors(at=(step,), optimizer=optimizer), Poisoned(at=(), optimizer=optimizer)
+    with pytest.warns(UserWarning, match=f"skipped step {step} .*the loss is nan"):
+        run = fit(skips, [NonFiniteGuard("skip")])
+    fit(never_saw, loader=DataLoader([batch for at, batch in enumerate(batches()) if at != step], batch_size=None))
     assert torch.equal(weights_of(skips), weights_of(never_saw))
+    (group,) = run.optimizers[0].param_groups
+    assert all(group[name] is value for name, value in skips.held.items())
+    assert not run.optimizers[0]._optimizer_step_post_hooks
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts.sdpa.record import own_record, recorded
 from attention_modules.hosts.sdpa.rehearsed import rehearsed
+from attention_modules.mechanisms.shared.kept import MOST_NUMBERS
 
 
 class Layer(nn.Module):
@@ -217,6 +218,22 @@ def test_attributes_of_any_name_and_kind_stay_what_they_are_in_a_trial() -> None
     model = Blocks(Odd(False), flip)
     swap_attention(model, "value_residual", example=torch.randn(4, 6, 16))
     assert model(torch.randn(4, 6, 16)).shape == (4, 6, 16)
+
+
+def test_buffers_beside_a_large_one_are_as_before() -> None:
+    class Counts(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bank", torch.empty(MOST_NUMBERS + 1, dtype=torch.uint8))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    model = nn.Sequential(Counts())
+    swap_attention(model, "softmax", example=torch.randn(4, 6, 16))
+    assert model[0].calls == 0
 
 
 def test_after_an_error_everything_is_as_before() -> None:
