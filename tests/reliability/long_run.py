@@ -120,13 +120,13 @@ class Sampler(pl.Callback):
         )
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         memory = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-        files = sum(path.is_file() for path in self.folder.rglob("*"))
+        files = sum(path.is_file() and "_step_" not in path.name for path in self.folder.rglob("*"))  # no figures
         count = len(objects) - len(self.samples)  # what this script keeps is no leak
         return Sample(seconds, memory, len(os.listdir("/proc/self/fd")), tensors, hooks, count, files)
 
 
 class Maps(AttentionMapLogger):
-    """Counts its figures, each of which replaces the last."""
+    """Counts its figures, of which there is one for each step."""
 
     drawn = 0
 

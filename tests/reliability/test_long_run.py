@@ -15,13 +15,15 @@ from tests.reliability.long_run import main
 
 
 @pytest.mark.slow
-def test_a_short_run_samples_and_fires(tmp_path, capsys):
+def test_a_short_run_samples_and_fires(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(head_record, "MOST_PENDING", 8)  # what waits for more is none that goes on growing
     path = tmp_path / "samples.jsonl"
     assert main(["--minutes", "0.5", "--every", "1", "--limit", "1e9", "--output", str(path)]) == 0
     out = capsys.readouterr().out
     assert "standard error" in out
     assert "LipschitzMonitor: 0" not in out
-    assert all(json.loads(line)["hooks"] == 0 for line in path.read_text().splitlines())
+    own = {json.loads(line)["hooks"] for line in path.read_text().splitlines()}
+    assert own == {3}  # one of each watched layer, which keeps PyTorch's fused path away
 
 
 def test_lines_of_charts_are_bounded_and_whole():

@@ -128,7 +128,8 @@ def line_of(folder: str) -> Line:
 
 def _alone(work: Any, folder: str, late: Any) -> Any:
     """What ``work`` gives of a folder in a process of its own."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")  # of a process that has run no backward pass
+    context.set_forkserver_preload(["transformers", "attention_modules.hosts.huggingface"])
     found = context.Queue()
     process = context.Process(target=_child, args=(folder, found, work), daemon=True)
     process.start()
@@ -160,9 +161,6 @@ def write(lines: dict[str, Line]) -> None:
 
 
 def main(asked: list[str]) -> None:
-    import transformers  # noqa: F401 imported once, before the processes
-
-    import attention_modules.hosts.huggingface  # noqa: F401
     from tests.attention_modules.hosts.huggingface.tiny import folders
 
     lines = read()
