@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from attention_modules.base import options_text
+from attention_modules.function import FunctionAttention
 from attention_modules.hosts import describe
 from attention_modules.hosts.base import (
     AttentionLayer,
@@ -415,7 +416,8 @@ def _build(
         plan = [(layer, _build_one(layer, mechanism, options)) for layer in layers]
     _refuse_shared(found, plan)  # before one that acts elsewhere is moved to another device or dtype
     plan = [(layer, _alike(built, layer.module)) for layer, built in plan]
-    kinds = {(type(built), built.spec.placed(layer_index=None)): (layer, built) for layer, built in plan}
+    functions = [(layer, built) for layer, built in plan if isinstance(built, FunctionAttention)]
+    kinds = {(type(built), built.spec.placed(layer_index=None)): (layer, built) for layer, built in functions}
     for layer, built in kinds.values():
         refuse_outside(built, layer.module)
     freeze_as_layers(plan)

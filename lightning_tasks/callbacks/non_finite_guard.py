@@ -134,7 +134,7 @@ class NonFiniteGuard(Callback):
         self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
         self.skipped = 0
         self._in_a_row = 0
-        self._put_back: RemovableHandle | None = None  # behind a step that is left out
+        self._step_hook: RemovableHandle | None = None  # behind a step that is left out
         self._reset()
 
     def _reset(self) -> None:
@@ -147,9 +147,9 @@ class NonFiniteGuard(Callback):
         self._unhook()
 
     def _unhook(self) -> None:
-        if self._put_back is not None:
-            self._put_back.remove()
-        self._put_back = None
+        if self._step_hook is not None:
+            self._step_hook.remove()
+        self._step_hook = None
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -210,7 +210,9 @@ class NonFiniteGuard(Callback):
             self._unread = found
         elif self._judge(trainer, pl_module, *found) and calls_step_hooks(optimizer):
             # Some count their steps in their groups, with or without gradients.
-            self._put_back = optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer)))
+            self._step_hook = optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer)))
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(self._step_hook.id, last=False)  # before anybody's
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

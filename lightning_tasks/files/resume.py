@@ -92,9 +92,9 @@ def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkp
 
 def _gathered(trainer: pl.Trainer, pl_module: pl.LightningModule) -> int:
     """How many batches a step has gathered gradients of, which is not taken yet."""
-    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     is_open = pl_module.automatic_optimization and not progress.is_last_batch
-    return progress.current.ready % trainer.accumulate_grad_batches if is_open else 0
+    return int(progress.current.processed % trainer.accumulate_grad_batches) if is_open else 0
 
 
 def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:

@@ -240,6 +240,13 @@ def makes_its_own(q, k, v):
     return bare(q * makes_its_own.gain, k, v)
 
 
+def once(q, k, v):
+    """Fails in its second call."""
+    once.calls = getattr(once, "calls", 0) + 1
+    assert once.calls == 1
+    return bare(q * HELD.gain, k, v)
+
+
 def by_its_gradient(q, k, v):
     """Makes what it differentiates by itself."""
     x = q.detach().requires_grad_()
@@ -260,8 +267,9 @@ def test_what_trains_is_no_option_and_what_does_not_may_be_held():
         )
     holder = WithParameter(SPEC)
     holder.number = 2.0
-    with pytest.raises(TypeError, match="that trains and is no part"):
-        swap_attention(encoder(), makes_its_own)
+    for function in (makes_its_own, once):
+        with pytest.raises(TypeError, match="that trains and is no part"):
+            swap_attention(encoder(), function)
     for function in (
         by_its_gradient,
         HELD.scaled,

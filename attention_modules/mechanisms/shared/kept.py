@@ -28,6 +28,7 @@ _LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "triton", "
 # Modules of Python whose objects hold what they are given; those of others may be waited for, or stand for a file.
 _HOLDERS = frozenset({"abc", "argparse", "array", "builtins", "collections", "functools", "itertools"})
 _HOLDERS |= {"_random", "random", "types", "typing"}
+_LIVE = ("queue.", "threading.", "multiprocessing.", "concurrent.", "asyncio.", "io.", "socket.", "torch.utils.data.")
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset, deque})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SHARED = (type, nn.Module, nn.Parameter, Enum, FunctionType, BuiltinFunctionType, ModuleType, *ProxyTypes)
@@ -39,7 +40,7 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of dicts and of all that they hold: what is one object, or memory, in the original is one in the copies.
 
     Modules, Parameters, functions, classes, objects of libraries and what cannot be pickled stay the same. So does an
-    entry of a dict that holds more than ``MOST_NUMBERS`` or ``MOST_OBJECTS``, or whose copy is an error.
+    entry, other than a tensor, that holds more than ``MOST_NUMBERS`` or ``MOST_OBJECTS``, or whose copy is an error.
     """
     if not values:
         return []
@@ -52,7 +53,7 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
             try:
                 _copy_of_all(value)
             except Exception:  # of code that pickling calls, or a list within a list within a list ...
-                apart.append(value)
+                apart += [] if isinstance(value, Tensor) else [value]
         with suppress(Exception):
             return list(_copy_of_all(values, apart, limited=False))
         return [{name: _copied(value, None) for name, value in each.items()} for each in values]
@@ -187,7 +188,8 @@ def _is_written(kind: type) -> bool:
     """Whether a copy of a class's objects is made of what they hold; not of a torch dataset, or a queue of threads."""
     if kind is object or issubclass(kind, (*_SHARED, Tensor, torch.Generator)) or hasattr(kind, "__del__"):
         return False
-    return issubclass(kind, _CONTAINERS) or all(is_elsewhere(each.__module__) for each in kind.__mro__)
+    live = (each for each in kind.__mro__ if f"{each.__module__}.".startswith(_LIVE))
+    return issubclass(kind, _CONTAINERS) or (is_elsewhere(kind.__module__) and next(live, None) is None)
 
 
 def is_elsewhere(module: str) -> bool:

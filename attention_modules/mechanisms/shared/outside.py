@@ -32,17 +32,19 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
     """
     if not isinstance(mechanism, FunctionAttention):
         return
-    first, second = ([*_leaves(out)] for out in _tried(mechanism, layer))
-    for trained in first:
-        if any(trained is each for each in second):  # and none that the function itself makes in each call
+    met: list[Tensor] = []
+    for trained in (leaf for out in _tried(mechanism, layer) for leaf in _leaves(out)):
+        # No tensor that the function itself makes in each call, to differentiate by it.
+        if isinstance(trained, nn.Parameter) or any(trained is each for each in met):
             raise TypeError(
                 f"the output of {type(mechanism).__name__} depends on a {type(trained).__name__} of shape "
                 f"{list(trained.shape)} {OUTSIDE}"
             )
+        met.append(trained)
 
 
-def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> tuple[Any, Any]:
-    """What a mechanism gives for tensors that do not train, in one call and the next; None where it fails."""
+def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> list[Any]:
+    """What a mechanism gives for tensors that do not train, in one call and the next, until it fails."""
     spec = mechanism.spec
     heads, width, dim = (spec.num_heads, spec.head_dim, spec.dim) if spec.told else (2, 4, 8)
     tokens = min(spec.num_tokens or 4, _MOST_TOKENS)
@@ -51,7 +53,7 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> tuple[Any,
     sizes |= {name: (1, tokens, dim) if name == "x" else values for name in ("v", *mechanism.needs)}
     floating = (each for each in layer.parameters() if each.is_floating_point()) if layer is not None else iter(())
     like = next((each for each in floating if not each.is_meta), torch.empty(0, device="cpu"))
-    place = {"device": like.device, "dtype": like.dtype}
+    place, given = {"device": like.device, "dtype": like.dtype}, list[Any]()
     with ExitStack() as quiet:
         quiet.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -65,8 +67,9 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> tuple[Any,
             name: quasi_random(torch.empty(size, **place), turn)  # type: ignore[call-overload]
             for turn, (name, size) in enumerate(sizes.items())
         }
-        return mechanism.forward(**made, is_causal=spec.is_causal), mechanism.forward(**made, is_causal=spec.is_causal)
-    return None, None
+        for _ in range(2):
+            given.append(mechanism.forward(**made, is_causal=spec.is_causal))
+    return given
 
 
 def _leaves(out: Any) -> Iterator[Tensor]:

@@ -182,7 +182,7 @@ def test_what_a_copy_shares_is_shared_in_the_copy_and_what_is_not_ours_stays():
     assert whole.sum() == 0
     (own["gain"].sum() + own["made"][0].sum()).backward()
     assert gain.grad.tolist() == [3, 3]
-    values = {"nested": nested, "rows": list(range(kept.MOST_OBJECTS)), "large": torch.empty(kept.MOST_NUMBERS + 1)}
+    values = {"nested": nested, "rows": list(range(kept.MOST_OBJECTS)), "large": [torch.empty(kept.MOST_NUMBERS + 1)]}
     values["config"] = Frozen(a=1)
     (own,) = own_copies([{**values, "whole": whole, "holds": [whole]}])
     assert not [name for name, value in values.items() if own[name] is not value]
