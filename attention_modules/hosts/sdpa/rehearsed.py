@@ -25,7 +25,7 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
 
     Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer. It is the model itself
     that runs, as its parts may refer to each other in any way: by a list, a method, a closure. Its Parameters stay the
-    same; all else that they keep is copied meanwhile (:func:`.own_copies`).
+    same; all else that they keep is copied meanwhile, but for what :func:`.own_copies` leaves as it is.
 
     Yields:
         the modules.
