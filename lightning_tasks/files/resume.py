@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -86,7 +86,7 @@ def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkp
     if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
         checkpoint["finetuning"] = {
             "trains": {name: each.requires_grad for name, each in pl_module.named_parameters()},
-            "tracks": {name: each.track_running_stats for name, each in _norms(pl_module)},
+            "tracks": {name: bool(each.track_running_stats) for name, each in _norms(pl_module)},
         }
 
 
@@ -102,8 +102,32 @@ def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
 
 
 def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`keep_state` kept in a checkpoint."""
-    return {name: checkpoint[name] for name in ("random_states", "finetuning", "lost_gradients") if name in checkpoint}
+    """What :func:`keep_state` kept in a checkpoint.
+
+    Raises:
+        ValueError: for an entry that it never writes.
+    """
+    kept = {name: checkpoint[name] for name in _IS_KEPT if name in checkpoint}
+    for name, value in kept.items():
+        if not _IS_KEPT[name](value):
+            raise ValueError(f"the checkpoint's {name} are none that attnswap saves, but {value!r:.80}: {WEIGHTS_ONLY}")
+    return kept
+
+
+def _are(kind: type, values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(each, kind) for each in values)
+
+
+_IS_KEPT: dict[str, Callable[[Any], bool]] = {
+    "random_states": lambda value: _are(list, value) and all(each and _are(Tensor, each) for each in value),
+    "finetuning": lambda value: (
+        isinstance(value, dict)
+        and value.keys() == {"trains", "tracks"}
+        and _are(dict, [*value.values()])
+        and all(_are(bool, [*each.values()]) for each in value.values())
+    ),
+    "lost_gradients": lambda value: isinstance(value, int),
+}
 
 
 def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:

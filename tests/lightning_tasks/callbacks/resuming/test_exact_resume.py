@@ -231,6 +231,28 @@ def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
     assert resumed.seen[0] == whole.seen[0]  # where it should be that of step 2
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("random_states", "of yesterday"),
+        ("random_states", [[]]),
+        ("random_states", [[1, 2]]),
+        ("finetuning", ["trains"]),
+        ("finetuning", {"trains": {}}),
+        ("finetuning", {"trains": {"weight": "yes"}, "tracks": {}}),
+        ("lost_gradients", "two"),
+    ],
+)
+def test_a_checkpoint_whose_entry_is_of_another_kind_is_refused(tmp_path, name, value):
+    package = "lightning.pytorch"
+    with pytest.raises(Killed):
+        fitted(package, tmp_path, module_of(package, True, 2), 2)
+    (saved,) = tmp_path.glob("*.ckpt")
+    torch.save(torch.load(saved, weights_only=True) | {name: value}, saved)
+    with pytest.raises(ValueError, match=f"the checkpoint's {name} are none that attnswap saves, but .*--init_from"):
+        fitted(package, tmp_path / "resumed", module_of(package, True), 18, str(saved))
+
+
 def test_a_fit_that_resumes_nothing_is_left_alone(tmp_path):
     module = module_of("lightning.pytorch", True)
     watched = fitted("lightning.pytorch", tmp_path / "a", module, 18)
