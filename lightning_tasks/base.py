@@ -14,13 +14,8 @@ from torchmetrics import Metric
 
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.files.names import allowed_names
-from lightning_tasks.files.resume import (
-    go_on,
-    keep_state,
-    kept_state,
-    refuse_other_settings,
-    reopen_cut_epoch,
-)
+from lightning_tasks.files.other_settings import refuse_other_settings
+from lightning_tasks.files.resume import go_on, keep_state, kept_state
 from lightning_tasks.files.stored import check_checkpoint
 from lightning_tasks.files.swaps import warn_of_other_attention, without_marks
 from lightning_tasks.files.weights import read_checkpoint, refuse_other_layout
@@ -197,7 +192,6 @@ class BaseTask(LightningModule):
             warn_of_other_attention(self, checkpoint)
             without_marks(checkpoint.get("state_dict", {}))
         self._kept = kept_state(checkpoint)
-        reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self) -> None:
         """Go on with this process's random state in the checkpoint that is resumed, and at its place in the data."""

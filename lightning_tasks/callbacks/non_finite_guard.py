@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from lightning_tasks.callbacks.base import Callback, calls_step_hooks, gives_up_gradients, is_strategy
-from lightning_tasks.files.resume import random_state
+from lightning_tasks.files.random_states import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
 from lightning_tasks.runs.loggers import current_step
@@ -134,7 +134,7 @@ class NonFiniteGuard(Callback):
         self.max_consecutive_skips = check_integer("max_consecutive_skips", max_consecutive_skips, 1)
         self.skipped = 0
         self._in_a_row = 0
-        self._step_hook: RemovableHandle | None = None  # behind a step that is left out
+        self._hooks: list[RemovableHandle] = []  # of a batch's steps
         self._reset()
 
     def _reset(self) -> None:
@@ -147,9 +147,10 @@ class NonFiniteGuard(Callback):
         self._unhook()
 
     def _unhook(self) -> None:
-        if self._step_hook is not None:
-            self._step_hook.remove()
-        self._step_hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._skips: Optimizer | None = None  # whose next step is left out
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -183,6 +184,9 @@ class NonFiniteGuard(Callback):
         place = current_step(trainer), trainer.current_epoch, batch_idx
         self._sample = Sample(*place, batch, random_state(pl_module.device))
         self._judged = None
+        self._unhook()
+        for optimizer in filter(calls_step_hooks, trainer.optimizers if self.action == "skip" else ()):
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         if gives_up_gradients(pl_module):  # those that no step has taken in
@@ -195,7 +199,7 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        self._unhook()
+        self._skips = None
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
@@ -208,11 +212,34 @@ class NonFiniteGuard(Callback):
         self._window, self._stepped = _Window(), True
         if self.action == "stop" and reads_late(pl_module):
             self._unread = found
-        elif self._judge(trainer, pl_module, *found) and calls_step_hooks(optimizer):
-            # Some count their steps in their groups, with or without gradients.
-            self._step_hook = optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer)))
-            hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(self._step_hook.id, last=False)  # before anybody's
+        elif self._judge(trainer, pl_module, *found):
+            self._skips = optimizer
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Look at the groups when all others have set them: behind the closure, in which the step is judged."""
+        own, *given = args
+        closure = kwargs.get("closure", given[0] if given else None)
+        if closure is None:
+            self._keep_settings(optimizer)
+            return None
+
+        def then_look() -> Any:
+            loss = closure()
+            self._keep_settings(optimizer)
+            return loss
+
+        return (own, then_look, *given[1:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _keep_settings(self, optimizer: Optimizer) -> None:
+        """Have a step that is left out change no group: some count their steps there, with or without gradients."""
+        if self._skips is not optimizer:
+            return
+        self._skips = None
+        self._hooks.append(optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer))))
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._hooks[-1].id, last=False)  # before anybody's
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

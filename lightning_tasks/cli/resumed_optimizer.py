@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.files.resume import RESUME_CURE, WEIGHTS_ONLY
+from lightning_tasks.files.other_settings import RESUME_CURE, WEIGHTS_ONLY
 
 _MOVED_BY_SCHEDULES = ("lr", "momentum", "betas")
 

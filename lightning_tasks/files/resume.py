@@ -1,89 +1,35 @@
-"""The random state of each process, for a run that goes on where another stopped."""
+"""What a checkpoint keeps beside Lightning's own, for a run that goes on where another stopped."""
 
 from __future__ import annotations
 
-import inspect
-import random
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor, distributed
+from torch import Tensor
 
+from lightning_tasks.files.logged import is_logged, log_again, logged
+from lightning_tasks.files.random_states import gather_random_states, of_all, set_random_state
 from lightning_tasks.files.weights import WEIGHTS_ONLY
-from lightning_tasks.training.hparams import import_object
-
-
-def random_state(device: torch.device) -> list[Tensor]:
-    """The states of torch, for the processor and for ``device`` where it is a GPU, of this process."""
-    own = [torch.get_rng_state()]
-    if device.type == "cuda":
-        own.append(torch.cuda.get_rng_state(device))
-    return own
-
-
-def _of_python() -> Tensor:
-    """What `random` and `numpy.random` draw from, as integers: a checkpoint's tensors are read without unpickling."""
-    _, words, gauss = random.getstate()
-    own = [*words, gauss is not None, _bits(gauss or 0.0)]
-    found = np.random.get_state(legacy=False)  # noqa: NPY002 - what transforms draw from
-    if found["bit_generator"] == "MT19937":
-        own += [found["has_gauss"], _bits(found["gauss"]), found["state"]["pos"], *found["state"]["key"].tolist()]
-    return torch.tensor(own)
-
-
-def _set_python(state: Tensor) -> None:
-    values = state.tolist()
-    random.setstate((3, tuple(values[:625]), _number(values[626]) if values[625] else None))
-    if of_numpy := values[627:]:
-        has, gauss, place, *key = of_numpy
-        np.random.set_state(("MT19937", np.array(key, np.uint32), place, has, _number(gauss)))  # noqa: NPY002
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _number(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
-
-
-def gather_random_states(device: torch.device) -> list[list[Tensor]]:
-    """By rank: the states of torch, for the processor and for ``device`` where it is a GPU, of Python and of NumPy.
-
-    Each process uses one device, so what it has as the state of the others is not what they draw from. All processes
-    must call this.
-    """
-    own = [*random_state(device), _of_python()]
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [own]
-    states: list[list[Tensor]] = [[] for _ in range(distributed.get_world_size())]
-    distributed.all_gather_object(states, own)
-    return states
-
-
-def set_random_state(states: list[list[Tensor]], rank: int, device: torch.device) -> None:
-    """Go on from ``states[rank]``; a rank that had no process before keeps the state that it has."""
-    if rank >= len(states):
-        return
-    cpu, *devices = states[rank]
-    if devices and devices[-1].dtype == torch.int64:  # not in checkpoints of earlier versions
-        _set_python(devices.pop())
-    torch.set_rng_state(cpu.cpu())
-    if device.type == "cuda" and devices:
-        torch.cuda.set_rng_state(devices[0].cpu(), device)
 
 
 def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
     """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
     checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
-    if trainer is not None and (lost := _gathered(trainer, pl_module)):
+    if trainer is None:
+        return
+    if "metrics" not in checkpoint:
+        metrics = {name: each for name, each in trainer.callback_metrics.items() if isinstance(each, (Tensor, float))}
+        own = {name: torch.as_tensor(each).detach().cpu() for name, each in metrics.items()}
+        checkpoint |= {"metrics": of_all(own), "logged": of_all(logged(trainer))}
+    if lost := _gathered(trainer, pl_module):
         checkpoint["lost_gradients"] = lost
-    if trainer is not None and _of_kind(trainer, "BaseFinetuning"):
+    batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    if batch.completed < batch.processed:
+        checkpoint["open_batch"] = True
+    if _of_kind(trainer, "BaseFinetuning"):
         checkpoint["finetuning"] = {
             "trains": {name: each.requires_grad for name, each in pl_module.named_parameters()},
             "tracks": {name: bool(each.track_running_stats) for name, each in _norms(pl_module)},
@@ -101,8 +47,8 @@ def _norms(pl_module: pl.LightningModule) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in pl_module.named_modules() if hasattr(each, "track_running_stats")]
 
 
-def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`keep_state` kept in a checkpoint.
+def kept_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What :func:`keep_state` kept in a checkpoint, in which an epoch that was cut short is opened again.
 
     Raises:
         ValueError: for an entry that it never writes.
@@ -111,6 +57,7 @@ def kept_state(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in kept.items():
         if not _IS_KEPT[name](value):
             raise ValueError(f"the checkpoint's {name} are none that attnswap saves, but {value!r:.80}: {WEIGHTS_ONLY}")
+    _reopen_cut_epoch(checkpoint)
     return kept
 
 
@@ -126,7 +73,10 @@ _IS_KEPT: dict[str, Callable[[Any], bool]] = {
         and _are(dict, [*value.values()])
         and all(_are(bool, [*each.values()]) for each in value.values())
     ),
+    "metrics": lambda value: _are(dict, value) and all(_are(Tensor, [*each.values()]) for each in value),
+    "logged": lambda value: _are(dict, value) and all(is_logged(each) for held in value for each in held.values()),
     "lost_gradients": lambda value: isinstance(value, int),
+    "open_batch": lambda value: isinstance(value, bool),
 }
 
 
@@ -142,9 +92,10 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
     reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
     are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
-    that belongs to no epoch. At the end of an epoch that it resumes, Lightning would leave `ReduceLROnPlateau` out.
-    Behind the last batch of an epoch it would leave out the hooks at the start of the next; within an epoch
-    `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what it had let train.
+    that belongs to no epoch. What follows a checkpoint is done: behind a batch the validation that was due, behind an
+    epoch a step of `ReduceLROnPlateau` and the hooks at the start of the next, by the metrics of before; Lightning
+    would leave it out. Within an epoch `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what
+    it had let train.
 
     Args:
         trainer: of the fit.
@@ -154,17 +105,23 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     loop = trainer.fit_loop
     of_epoch = loop.epoch_loop
 
+    def of_rank(name: str) -> dict[str, Any]:
+        found = kept.get(name) or [{}]
+        return found[trainer.global_rank if trainer.global_rank < len(found) else 0]
+
     def advance(*arguments: Any) -> None:
         del of_epoch.advance  # type: ignore[method-assign]
         loop._restarting = False
-        of_epoch.advance(*arguments)
+        if kept.get("open_batch"):  # the batch ends with what comes after an advance
+            of_epoch.val_loop.restarting = False
+        else:
+            of_epoch.advance(*arguments)
 
     def begin() -> None:
         del loop.on_advance_start  # type: ignore[method-assign]
-        current: Any = loop.epoch_progress.current
-        if loop.restarted_mid_epoch and current.processed == current.started:  # the epoch is over; the next one begins
-            loop.reset_restart_stage()
         if loop.restarted_mid_epoch:
+            if len(kept.get("logged", ())) == trainer.world_size:
+                log_again(trainer, of_rank("logged"))
             for scheduler in _of_kind(trainer, "GradientAccumulationScheduler"):
                 scheduler.on_train_epoch_start(trainer, pl_module)
             if lost := kept.get("lost_gradients"):
@@ -183,9 +140,14 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
             for name, norm in _norms(pl_module):
                 norm.track_running_stats = before["tracks"].get(name, norm.track_running_stats)
         loop._combined_loader = None
+        trainer.callback_metrics.update(of_rank("metrics"))
         epoch: Any = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
             loop._restarting = of_epoch.restarting = False
+            monitored = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
+            known = monitored <= trainer.callback_metrics.keys()  # not by a checkpoint of an earlier version
+            if known and epoch.completed < epoch.processed and of_epoch._num_ready_batches_reached():
+                of_epoch.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         of_epoch.advance = advance  # type: ignore[method-assign, assignment]
         loop.on_advance_start = begin  # type: ignore[method-assign]
         loop.run()
@@ -195,7 +157,7 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         set_random_state(states, trainer.global_rank, pl_module.device)
 
 
-def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+def _reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
     """Make a fit that resumes finish the epoch that `max_steps` cut short, and give one that was about to start whole.
 
     Lightning counts the first as processed, so it would give the rest of its steps the data of the next one. Of a
@@ -207,6 +169,8 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
     epochs = fit.get("epoch_progress", {})
     if not batches or not batches["current"]["ready"]:
         return
+    for count in (batches["total"], batches["current"]) if checkpoint.get("open_batch") else ():
+        count["completed"] = count["processed"]
     if batches["is_last_batch"]:
         for count in (epochs["total"], epochs["current"]):
             if count["started"] == count["completed"]:
@@ -217,58 +181,3 @@ def reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
             count["completed"] -= 1
         if count["processed"] > count["completed"]:
             count["processed"] -= 1
-
-
-_SETTINGS = ("optimizer", "scheduler", "scheduler_interval", "param_groups", "layer_decay")
-RESUME_CURE = f"Resume with the settings of the checkpoint, or {WEIGHTS_ONLY}"
-
-
-def refuse_other_settings(trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse to resume a fit whose hyper-parameters ask for another optimizer or schedule than the checkpoint's.
-
-    Raises:
-        ValueError: the text names each setting, as it was and as it is now.
-    """
-    if trainer.state.fn != "fit" or not checkpoint.get("optimizer_states"):
-        return
-    stored, now = checkpoint.get("hyper_parameters", {}), pl_module.hparams
-    changed = [
-        line
-        for name in _SETTINGS
-        if name in stored and name in now
-        for line in _differences(name, stored[name], now[name])
-    ]
-    if changed:
-        raise ValueError(
-            f"the checkpoint's optimizer cannot be resumed with other settings: {'; '.join(changed)}. {RESUME_CURE}"
-        )
-
-
-def _differences(name: str, before: Any, now: Any) -> list[str]:
-    """What differs between two values of a setting, as "name is A in the checkpoint and B now"."""
-    if _is_spec(before) and _is_spec(now) and before["class_path"] == now["class_path"]:
-        one, other = _arguments(before), _arguments(now)
-        pairs = [(f"{name}.{key}", one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())]
-    else:
-        pairs = [(name, before, now)]
-    return [f"{what} is {_text(a)} in the checkpoint and {_text(b)} now" for what, a, b in pairs if a != b]
-
-
-def _is_spec(value: Any) -> bool:
-    return isinstance(value, Mapping) and "class_path" in value
-
-
-def _arguments(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments of a class, those that are left at their defaults too."""
-    parameters = inspect.signature(import_object(spec["class_path"])).parameters.values()
-    defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-    arguments = {**defaults, **(spec.get("init_args") or {})}
-    arguments.pop("optimizer", None)  # a parser's blank among those of a schedule
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-
-
-def _text(value: Any) -> str:
-    if not _is_spec(value):
-        return repr(value)
-    arguments = ", ".join(f"{name}={given!r}" for name, given in (value.get("init_args") or {}).items())
-    return f"{value['class_path']}({arguments})"

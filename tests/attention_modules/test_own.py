@@ -253,6 +253,16 @@ def by_its_gradient(q, k, v):
     return bare(torch.autograd.grad(x.square().sum(), x, create_graph=True)[0], k, v)
 
 
+def by_its_input(q, k, v):
+    """Has what it is given train, to differentiate by it."""
+    return bare(torch.autograd.grad(q.requires_grad_().square().sum(), q, create_graph=True)[0], k, v)
+
+
+def by_a_norm(q, k, v):
+    """Makes a layer with Parameters in each call."""
+    return bare(nn.LayerNorm(q.shape[-1]).to(q)(q), k, v)
+
+
 def helping(q, k, v):
     return HELD.attention(q, k, v)
 
@@ -272,6 +282,8 @@ def test_what_trains_is_no_option_and_what_does_not_may_be_held():
             swap_attention(encoder(), function)
     for function in (
         by_its_gradient,
+        by_its_input,
+        by_a_norm,
         HELD.scaled,
         of_closure(torch.ones(())),
         lambda q, k, v: bare(q * holder.number, k, v),

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from enum import Enum
 from functools import lru_cache, partial
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 _LIBRARIES = frozenset({"accelerate", "attention_modules", "lightning", "lightning_tasks", "peft"})
 _LIBRARIES |= {"pytorch_lightning", "timm", "torch", "transformers", "triton", "wandb"}
 # Modules of Python whose objects hold what they are given; those of others may be waited for, or stand for a file.
-_HOLDERS = frozenset({"abc", "argparse", "array", "builtins", "collections", "functools", "itertools"})
-_HOLDERS |= {"_random", "random", "types", "typing"}
+_HOLDERS = frozenset({"argparse", "array", "builtins", "collections", "functools", "itertools", "random", "types"})
 _LIVE = ("queue.", "threading.", "multiprocessing.", "concurrent.", "asyncio.", "io.", "socket.", "torch.utils.data.")
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, dict, list, tuple, set, frozenset, deque})
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -40,7 +39,8 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Copies of dicts and of all that they hold: what is one object, or memory, in the original is one in the copies.
 
     Modules, Parameters, functions, classes, objects of libraries and what cannot be pickled stay the same. So does an
-    entry, other than a tensor, that holds more than ``MOST_NUMBERS`` or ``MOST_OBJECTS``, or whose copy is an error.
+    entry, other than a tensor, whose copy is an error, or that holds more than ``MOST_OBJECTS``, or ``MOST_NUMBERS``
+    beside those of tensors that are entries.
     """
     if not values:
         return []
@@ -48,20 +48,22 @@ def own_copies(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         with suppress(Exception):
             return list(_copy_of_all(values))
-        apart = []
-        for value in (value for each in values for value in each.values()):
+        entries, apart = [value for each in values for value in each.values()], []
+        tensors = {_memory(value) for value in entries}
+        for value in entries:
             try:
-                _copy_of_all(value)
+                _copy_of_all(value, uncounted=tensors)
             except Exception:  # of code that pickling calls, or a list within a list within a list ...
                 apart += [] if isinstance(value, Tensor) else [value]
         with suppress(Exception):
-            return list(_copy_of_all(values, apart, limited=False))
+            return list(_copy_of_all(values, apart, None))
         return [{name: _copied(value, None) for name, value in each.items()} for each in values]
 
 
-def _copy_of_all(value: Any, apart: Sequence[Any] = (), limited: bool = True) -> Any:
+def _copy_of_all(value: Any, apart: Sequence[Any] = (), uncounted: Set[int] | None = frozenset()) -> Any:
+    """A copy; with no limit where ``uncounted``, the memory of tensors that do not count, is None."""
     written = io.BytesIO()
-    (writer := _Writer(written, apart, limited)).dump(value)
+    (writer := _Writer(written, apart, uncounted)).dump(value)
     return _Reader(written, writer).load()
 
 
@@ -94,13 +96,14 @@ def _itself(value: Any) -> Any:
 class _Writer(pickle.Pickler):
     """Notes in ``held`` what it does not write: arrays and generators, to be copied, and what stays the same."""
 
-    def __init__(self, file: io.BytesIO, apart: Sequence[Any], limited: bool) -> None:
+    def __init__(self, file: io.BytesIO, apart: Sequence[Any], uncounted: Set[int] | None) -> None:
         super().__init__(file, protocol=4)
         self.held: list[Any] = []  # which are held, so that none of another's identity follows
         self._places: dict[int, int] = {}
         self._apart = {id(value) for value in apart}
-        self._numbers: float = MOST_NUMBERS if limited else math.inf
-        self._objects: float = MOST_OBJECTS if limited else math.inf
+        self._uncounted = uncounted or frozenset()
+        self._numbers: float = math.inf if uncounted is None else MOST_NUMBERS
+        self._objects: float = math.inf if uncounted is None else MOST_OBJECTS
 
     def persistent_id(self, value: Any) -> int | None:
         self._objects -= 1
@@ -118,8 +121,8 @@ class _Writer(pickle.Pickler):
         place = self._places.setdefault(id(value), len(self.held))
         if place == len(self.held):
             self.held.append(value)
-            if id(value) not in self._apart:
-                self._count(value.size if _is_array(value) else value.numel() if _is_copied(value) else 0)
+            counts = _is_copied(value) and _memory(value) not in self._uncounted
+            self._count(value.size if _is_array(value) else value.numel() if counts else 0)
         return place
 
     def _count(self, numbers: int) -> None:
@@ -143,10 +146,9 @@ class _Writer(pickle.Pickler):
         """What stands in the places of what was not written."""
         known: dict[int, Any] = {}
         memory = [_memory(value) for value in self.held]
-        apart = {at for value, at in zip(self.held, memory, strict=True) if at and id(value) in self._apart}
         shared = {at for at, times in Counter(memory).items() if at and times > 1}
         return [
-            value if id(value) in self._apart or at in apart else _copied(value, known if at in shared else None)
+            value if id(value) in self._apart else _copied(value, known if at in shared else None)
             for value, at in zip(self.held, memory, strict=True)
         ]
 

@@ -32,15 +32,13 @@ def refuse_outside(mechanism: AttentionMechanism, layer: nn.Module | None = None
     """
     if not isinstance(mechanism, FunctionAttention):
         return
-    met: list[Tensor] = []
-    for trained in (leaf for out in _tried(mechanism, layer) for leaf in _leaves(out)):
-        # No tensor that the function itself makes in each call, to differentiate by it.
-        if isinstance(trained, nn.Parameter) or any(trained is each for each in met):
+    first, *second = [[*_leaves(out)] for out in _tried(mechanism, layer)] or [[]]
+    for trained in first:  # none that the function itself makes in each call, to differentiate by it
+        if any(trained is each for each in second[0]) if second else isinstance(trained, nn.Parameter):
             raise TypeError(
                 f"the output of {type(mechanism).__name__} depends on a {type(trained).__name__} of shape "
                 f"{list(trained.shape)} {OUTSIDE}"
             )
-        met.append(trained)
 
 
 def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> list[Any]:
@@ -63,11 +61,11 @@ def _tried(mechanism: AttentionMechanism, layer: nn.Module | None) -> list[Any]:
         quiet.enter_context(unobserved(mechanism))
         quiet.enter_context(repeatable(like.device))
         quiet.enter_context(suppress(Exception))
-        made: dict[str, Any] = {
-            name: quasi_random(torch.empty(size, **place), turn)  # type: ignore[call-overload]
-            for turn, (name, size) in enumerate(sizes.items())
-        }
         for _ in range(2):
+            made: dict[str, Any] = {
+                name: quasi_random(torch.empty(size, **place), turn)  # type: ignore[call-overload]
+                for turn, (name, size) in enumerate(sizes.items())
+            }
             given.append(mechanism.forward(**made, is_causal=spec.is_causal))
     return given
 

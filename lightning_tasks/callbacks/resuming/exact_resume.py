@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_tasks.callbacks.base import Callback
-from lightning_tasks.files.resume import go_on, keep_state, kept_state, reopen_cut_epoch
+from lightning_tasks.files.resume import go_on, keep_state, kept_state
 
 
 class ExactResume(Callback):
@@ -38,7 +38,6 @@ class ExactResume(Callback):
     ) -> None:
         """Read the random states, and open again an epoch that was cut short."""
         self._kept = kept_state(checkpoint)
-        reopen_cut_epoch(checkpoint)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the random state and at the place in the data."""

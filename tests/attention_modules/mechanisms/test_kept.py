@@ -184,6 +184,9 @@ def test_what_a_copy_shares_is_shared_in_the_copy_and_what_is_not_ours_stays():
     assert gain.grad.tolist() == [3, 3]
     values = {"nested": nested, "rows": list(range(kept.MOST_OBJECTS)), "large": [torch.empty(kept.MOST_NUMBERS + 1)]}
     values["config"] = Frozen(a=1)
-    (own,) = own_copies([{**values, "whole": whole, "holds": [whole]}])
+    bank = torch.zeros(kept.MOST_NUMBERS + 1, dtype=torch.uint8)
+    (own,) = own_copies([{**values, "whole": whole, "holds": [whole], "bank": bank, "slots": [bank[:2], bank]}])
     assert not [name for name, value in values.items() if own[name] is not value]
     assert own["whole"] is own["holds"][0] is not whole
+    assert own["bank"] is own["slots"][1] is not bank
+    assert own["bank"].data_ptr() == own["slots"][0].data_ptr()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import timm.optim
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -213,6 +213,33 @@ def test_a_run_that_skips_a_step_is_one_without_its_batch(optimizer, step):
     (group,) = run.optimizers[0].param_groups
     assert all(group[name] is value for name, value in skips.held.items())
     assert not run.optimizers[0]._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("place", ["module", "clipping", "callback", "hook"])
+def test_a_rate_that_is_set_right_before_a_skipped_step_stays(place):
+    def halve(optimizer, *_):
+        optimizer.param_groups[0]["lr"] /= 2
+
+    class Halves(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if place == "callback":
+                halve(optimizer)
+
+        def on_train_start(self, trainer, module):
+            if place == "hook":
+                trainer.optimizers[0].register_step_post_hook(halve)
+
+    module = Poisoned(optimizer="SGD")
+    if place == "module":
+        module.on_before_optimizer_step = halve
+    if place == "clipping":
+        module.configure_gradient_clipping = lambda optimizer, **_: halve(optimizer)
+    first = module.configure_optimizers().param_groups[0]["lr"]
+    with pytest.warns(UserWarning, match="skipped step 2"):
+        run = fit(module, [NonFiniteGuard("skip"), Halves()])
+    (optimizer,) = run.optimizers
+    assert optimizer.param_groups[0]["lr"] == first / 2**run.global_step
+    assert not optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -1,0 +1,134 @@
+"""What follows a checkpoint within Lightning's loop is done by the run that resumes: validations, plateaus, means."""
+
+import pytest
+import torch
+from attnswap.datamodules import ResumableLoader
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_tasks import BaseTask
+from lightning_tasks.callbacks import ExactResume
+
+DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)  # 6 batches
+END_OF_EPOCH, IN_VALIDATION = {}, {"save_on_train_epoch_end": False}
+
+
+class Own(LightningModule):
+    """Logs in each way that an epoch reduces, and validates."""
+
+    shown = False
+
+    def __init__(self, monitor=None, interval="epoch", frequency=1):
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.plateau = {"monitor": monitor, "interval": interval, "frequency": frequency}
+
+    def build_model(self):
+        return torch.nn.Identity()  # as a task must
+
+    def train_dataloader(self):
+        return ResumableLoader(DATA, batch_size=2, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(DATA, batch_size=6)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=self.shown)
+        for name in ("sum", "min", "max"):
+            self.log(name, loss, on_step=False, on_epoch=True, reduce_fx=name)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch[0]).square().mean())
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        if self.plateau["monitor"] is None:
+            return optimizer
+        schedule = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.plateau}}
+
+
+class OwnTask(Own, BaseTask):
+    """A task of one's own needs no callback."""
+
+
+class Notes(Callback):
+    def __init__(self):
+        self.ends = []
+
+    def on_train_epoch_end(self, trainer, module):
+        kept = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.ends.append((trainer.current_epoch, trainer.global_step, kept))
+
+
+def fit(module, folder, save, callbacks=(), resumed=None, **options):
+    notes, keep = Notes(), ModelCheckpoint(folder, filename="{step}", save_top_k=-1, **save)
+    own = [] if isinstance(module, BaseTask) else [ExactResume()]
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[*callbacks, notes, *own, keep], **quiet, **options)
+    trainer.fit(module, ckpt_path=resumed)
+    return notes.ends, trainer.global_step, module.state_dict(), trainer.optimizers[0].param_groups[0]["lr"]
+
+
+def same_when_resumed(make, tmp_path, save, callbacks=tuple, ends=lambda found: found, **options):
+    ends_of, *whole = fit(make(), tmp_path / "whole", save, callbacks(), **options)
+    files = sorted((tmp_path / "whole").glob("*.ckpt"), key=lambda each: each.stat().st_mtime_ns)
+    for file in files[:-1]:
+        later, *resumed = fit(make(), tmp_path / file.stem, save, callbacks(), str(file), **options)
+        assert resumed[0] == whole[0], file.stem
+        assert all(torch.equal(resumed[1][name], value) for name, value in whole[1].items()), file.stem
+        assert resumed[2] == whole[2], file.stem
+        assert later == ends_of[len(ends_of) - len(later) :], file.stem
+    return len(files)
+
+
+@pytest.mark.parametrize("kind", [Own, OwnTask])
+@pytest.mark.parametrize("monitor", ["val", "loss_epoch"])
+@pytest.mark.parametrize(
+    ("save", "count"), [(END_OF_EPOCH, 4), (IN_VALIDATION, 4), ({"every_n_train_steps": 1}, 24)], ids=str
+)
+def test_a_plateau_sees_every_epoch(tmp_path, kind, monitor, save, count):
+    assert same_when_resumed(lambda: kind(monitor), tmp_path, save) == count
+
+
+@pytest.mark.parametrize("save", [IN_VALIDATION, {"every_n_train_steps": 3}], ids=str)
+def test_a_plateau_within_epochs_sees_every_validation(tmp_path, save):
+    assert same_when_resumed(lambda: Own("val", "step", 3), tmp_path, save, val_check_interval=3) == 8
+
+
+def test_a_plateau_of_steps_sees_every_step(tmp_path):
+    assert same_when_resumed(lambda: Own("loss_step", "step", 2), tmp_path, {"every_n_train_steps": 1}) == 24
+
+
+@pytest.mark.parametrize(("save", "interval"), [(IN_VALIDATION, 6), ({"every_n_train_steps": 3}, 3)], ids=str)
+def test_early_stopping_counts_every_validation(tmp_path, save, interval):
+    def stops():
+        return (EarlyStopping("val", patience=2, min_delta=10.0),)
+
+    assert same_when_resumed(Own, tmp_path, save, stops, val_check_interval=interval) >= 3
+
+
+def test_what_is_logged_otherwise_from_now_on_is_no_error(tmp_path):
+    ends, *_ = fit(Own(), tmp_path, {"every_n_train_steps": 2})
+    module = Own()
+    module.shown = True
+    found, *_ = fit(module, tmp_path / "resumed", {"every_n_train_steps": 2}, resumed=str(tmp_path / "step=8.ckpt"))
+    assert found == ends[1:]
+
+
+def test_numbers_of_ones_own_among_the_metrics_are_saved(tmp_path):
+    class Puts(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.callback_metrics.update(own=0.5, words="none")
+
+    def steps():
+        return fit(Own(), tmp_path, {"every_n_train_steps": 2}, [Puts()])
+
+    with pytest.raises(ValueError, match="could not convert"):  # of Notes, at the end of an epoch
+        steps()
+    assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["metrics"][0]["own"] == 0.5
