@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -164,6 +164,12 @@ class BaseTask(LightningModule):
             if self._device_mesh is not None:
                 swap_now(self)
                 shard(self.model, self._device_mesh)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's; builds ``self.model`` first: Lightning brings weights from processes of its own in this way."""
+        if self.model is None and any(name.startswith("model.") for name in state_dict):
+            self.model = self.build_model()
+        return super().load_state_dict(state_dict, strict, assign)
 
     def configure_callbacks(self) -> Any:
         """Build early where a callback of Lightning's copies or reads the network in its setup, before it is there."""

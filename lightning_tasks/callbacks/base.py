@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import lightning.pytorch as pl
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ except ImportError:
 else:
     _BASES = (pl.Callback, _StandaloneCallback)
 Where = str | list[str] | None
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
 _CURES = {
     "FSDPStrategy": "FSDP1 flattens parameters; use ModelParallelStrategy (FSDP2) or DDP",
     "DeepSpeedStrategy": "DeepSpeed keeps gradients in its own buffers; use DDP",
@@ -136,6 +138,44 @@ def calls_step_hooks(optimizer: Optimizer) -> bool:
 def gives_up_gradients(pl_module: pl.LightningModule) -> bool:
     """Whether gradients are gone behind ``on_before_zero_grad``: one's own ``optimizer_zero_grad`` may keep them."""
     return type(pl_module).optimizer_zero_grad.__qualname__ == "LightningModule.optimizer_zero_grad"
+
+
+def behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], object]) -> StepArguments:
+    """Call ``act()`` in a step when gradients are there: behind the closure that computes them, or else at once.
+
+    Args:
+        args, kwargs: what a pre-hook of the optimizer's steps was called with.
+        act: what is called, once for each call of the closure.
+
+    Returns:
+        What the pre-hook returns.
+    """
+    own, *given = args
+    closure = kwargs.get("closure", given[0] if given else None)
+    if closure is None:
+        act()
+        return args, kwargs
+
+    def then_act() -> Any:
+        loss = closure()
+        act()
+        return loss
+
+    return (own, then_act, *given[1:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+
+def refuse_own_processes(trainer: pl.Trainer, name: str, cure: str) -> None:
+    """Refuse to train in processes whose weights come back to a module that the callback ``name`` never changed.
+
+    Raises:
+        ValueError: for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
+    """
+    launcher: Any = getattr(trainer.strategy, "launcher", None)
+    if "_MultiProcessingLauncher" in kinds_of(launcher):
+        raise ValueError(
+            f"{name}: strategy {getattr(launcher, '_start_method', '')!r} trains in processes of its own and gives "
+            f'their weights to the module of the main process, which {name} has not changed. Use strategy="ddp"{cure}'
+        )
 
 
 def check_step_hooks(owner: str, optimizers: Iterable[Optimizer]) -> None:

@@ -16,7 +16,9 @@ from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from lightning_tasks.callbacks.base import (
     Callback,
+    StepArguments,
     Where,
+    behind_closure,
     calls_step_hooks,
     check_step_hooks,
     held_parameters,
@@ -26,6 +28,7 @@ from lightning_tasks.callbacks.base import (
 )
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
+from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_layer_choice
 
 
@@ -119,7 +122,6 @@ class QKWeightDecay(_QKControl):
         self.weight_decay = check_number("weight_decay", weight_decay, 0.0)
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
         self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
-        self._ready: set[int] = set()  # optimizers that have gradients for a decay before they step
         self._done: set[int] = set()  # those that have decayed in this step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -137,24 +139,14 @@ class QKWeightDecay(_QKControl):
             self._hooks.callback(optimizer.register_step_pre_hook(partial(self._begin, trainer)).remove)
             self._hooks.callback(optimizer.register_step_post_hook(self._end).remove)
 
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        if id(optimizer) in self._steps:
-            self._decay_once(trainer, optimizer)
-        else:
-            self._ready.add(id(optimizer))
-
-    def _begin(self, trainer: pl.Trainer, optimizer: Optimizer, *_: object) -> None:
+    def _begin(self, trainer: pl.Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> StepArguments:
         self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
-        if id(optimizer) in self._ready:  # a gradient scaler's closure runs before the step
-            self._decay_once(trainer, optimizer)
+        return behind_closure(args, kwargs, partial(self._decay_once, trainer, optimizer))
 
     def _end(self, optimizer: Optimizer, *_: object) -> None:
         self._steps[id(optimizer)] -= 1
         if not self._steps[id(optimizer)]:
             del self._steps[id(optimizer)]
-            self._ready.discard(id(optimizer))
             self._done.discard(id(optimizer))
 
     def _decay_once(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
@@ -164,13 +156,13 @@ class QKWeightDecay(_QKControl):
 
     def _forget(self) -> None:
         super()._forget()
-        self._steps, self._ready, self._done = {}, set(), set()
+        self._steps, self._done = {}, set()
 
     @torch.no_grad()
     def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         left: float | Tensor = 1.0
         if self.fade_steps is not None:
-            left = max(0.0, 1 - trainer.global_step / self.fade_steps)
+            left = max(0.0, 1 - current_step(trainer) / self.fade_steps)
         overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves out steps of a scaler by itself
         if overflow is not None:
             left = left * (overflow == 0)
@@ -184,8 +176,8 @@ class QKWeightDecay(_QKControl):
 class FreezeQK(_QKControl):
     """Keeps W_q and W_k as they are when the fit starts (or resumes); everything else trains on.
 
-    Their gradients are set to zero before each step (and so take no part in clipping), and their values are put back
-    after it, whatever the optimizer's weight decay made of them. Biases are not held.
+    Their gradients are set to zero before each step (and so take no part in Lightning's clipping), and their values are
+    put back after it, whatever the optimizer's weight decay made of them. Biases are not held.
 
     Args:
         where: names of layers (a glob or several); all where None.
@@ -253,6 +245,8 @@ class FreezeQK(_QKControl):
         self._put_back()
 
     @torch.no_grad()
-    def _put_back(self, *_: object) -> None:
+    def _put_back(self, optimizer: Optimizer | None = None, *_: object) -> None:
+        stepped = None if optimizer is None else held_parameters([optimizer])
         for (parameter, mask), initial in zip(self._entries, self._initial, strict=True):
-            parameter.copy_(torch.where(mask, initial, parameter))
+            if stepped is None or id(parameter) in stepped:  # a graph may hold those of others
+                parameter.copy_(torch.where(mask, initial, parameter))

@@ -16,7 +16,14 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
-from lightning_tasks.callbacks.base import Callback, calls_step_hooks, gives_up_gradients, is_strategy
+from lightning_tasks.callbacks.base import (
+    Callback,
+    StepArguments,
+    behind_closure,
+    calls_step_hooks,
+    gives_up_gradients,
+    is_strategy,
+)
 from lightning_tasks.files.random_states import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
@@ -151,6 +158,7 @@ class NonFiniteGuard(Callback):
             hook.remove()
         self._hooks = []
         self._skips: Optimizer | None = None  # whose next step is left out
+        self._seen: set[int] = set()  # optimizers whose step is judged, and not yet over
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -185,8 +193,9 @@ class NonFiniteGuard(Callback):
         self._sample = Sample(*place, batch, random_state(pl_module.device))
         self._judged = None
         self._unhook()
-        for optimizer in filter(calls_step_hooks, trainer.optimizers if self.action == "skip" else ()):
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+        for optimizer in filter(calls_step_hooks, trainer.optimizers):
+            self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer, pl_module)))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         if gives_up_gradients(pl_module):  # those that no step has taken in
@@ -199,7 +208,9 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
+        """Judge a step, and skip it or stop; steps of optimizers that Lightning does not wrap come here, too."""
         self._skips = None
+        self._seen.add(id(optimizer))
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
@@ -216,30 +227,22 @@ class NonFiniteGuard(Callback):
             self._skips = optimizer
 
     def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Look at the groups when all others have set them: behind the closure, in which the step is judged."""
-        own, *given = args
-        closure = kwargs.get("closure", given[0] if given else None)
-        if closure is None:
-            self._keep_settings(optimizer)
-            return None
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> StepArguments:
+        return behind_closure(args, kwargs, partial(self._reach, trainer, pl_module, optimizer))
 
-        def then_look() -> Any:
-            loss = closure()
-            self._keep_settings(optimizer)
-            return loss
+    def _reach(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
+        """What is there right before the update, when all others have set the groups."""
+        if id(optimizer) not in self._seen:
+            self.on_before_optimizer_step(trainer, pl_module, optimizer)
+        if self._skips is optimizer:  # some count their steps in their groups, with or without gradients
+            self._skips = None
+            self._hooks.append(optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer))))
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(self._hooks[-1].id, last=False)  # before anybody's
 
-        return (own, then_look, *given[1:]), {name: value for name, value in kwargs.items() if name != "closure"}
-
-    def _keep_settings(self, optimizer: Optimizer) -> None:
-        """Have a step that is left out change no group: some count their steps there, with or without gradients."""
-        if self._skips is not optimizer:
-            return
-        self._skips = None
-        self._hooks.append(optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer))))
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(self._hooks[-1].id, last=False)  # before anybody's
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+        self._seen.discard(id(optimizer))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -23,7 +23,7 @@ from attention_modules.mechanism import (
     short_name,
 )
 from attention_modules.swap import SwapReport, swap_attention
-from lightning_tasks.callbacks.base import Callback, Where, kinds_of
+from lightning_tasks.callbacks.base import Callback, Where, kinds_of, refuse_own_processes
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.files.swaps import (
     PLAIN,
@@ -228,7 +228,9 @@ class SwapAttention(Callback):
                     break  # the module's setup built more
                 self._plan, self._counted = plan, present
                 return
-        self._check_processes(pl_module.trainer)
+        if self._trains:
+            cure = "; or, in a notebook, call swap_attention(module, ...) before fit() and leave this callback out"
+            refuse_own_processes(pl_module.trainer, "SwapAttention", cure)
         _refuse_compiled(pl_module)
         chosen: dict[str, Any] = {"where": self.where, "layers": self.layers, "exclude": self.exclude}
         shown = None if self._finds_layers(pl_module) else own_record(pl_module)
@@ -260,21 +262,6 @@ class SwapAttention(Callback):
             raise ValueError(
                 f"layers={self.layers} was counted among the attention layers that __init__ built, and the module's "
                 f"setup or configure_model built {', '.join(sorted(added))} after it; name the layers by where="
-            )
-
-    def _check_processes(self, trainer: Any) -> None:
-        """Refuse to train in processes whose weights come back to a module that was never swapped.
-
-        Raises:
-            ValueError: for ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
-        """
-        launcher = getattr(trainer.strategy, "launcher", None)
-        if self._trains and "_MultiProcessingLauncher" in kinds_of(launcher):
-            raise ValueError(
-                f"SwapAttention: strategy {getattr(launcher, '_start_method', '')!r} trains in processes of its own "
-                "and gives their weights to the module of the main process, whose attention is not swapped. Use "
-                'strategy="ddp"; or, in a notebook, call swap_attention(module, ...) before fit() and leave this '
-                "callback out"
             )
 
     def _check_overlap(self, pl_module: pl.LightningModule) -> None:

@@ -27,6 +27,7 @@ from lightning_tasks.callbacks.base import (
     is_strategy,
     kinds_of,
     refuse_flat_shards,
+    refuse_own_processes,
 )
 from lightning_tasks.callbacks.cli_optimizer import followed_by_cli_optimizer
 from lightning_tasks.files.swaps import overrides
@@ -61,9 +62,10 @@ class SigmaReparam(Callback):
 
     Raises:
         ValueError: if ``gamma`` is neither ``"sigma"`` nor a positive number, or ``all_linear`` no bool; when a trainer
-            starts, if it has a second ``SigmaReparam``, the strategy is FSDP1, FSDP2 or DeepSpeed, or a callback
-            averages weights of a copy without it; when the model is configured, if no layer matches, or a weight is
-            zero, not finite, quantized, wrapped by peft, or shared with what is not chosen.
+            starts, if it has a second ``SigmaReparam``, the strategy is FSDP1, FSDP2, DeepSpeed or one that spawns or
+            forks processes, or a callback averages weights of a copy without it; when the model is configured, if no
+            layer matches, or a weight is zero, not finite, quantized, wrapped by peft, or shared with what is not
+            chosen.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -94,6 +96,7 @@ class SigmaReparam(Callback):
             raise ValueError("SigmaReparam cannot take singular vectors of weights that FSDP2 shards: use DDP")
         built = not (overrides(pl_module, "setup") or overrides(pl_module, "configure_model"))
         if stage == "fit":
+            refuse_own_processes(trainer, "SigmaReparam", "")
             self._check_averaging(trainer, built)
         if built:
             self._reparametrize(pl_module)  # later callbacks may copy the module in their setup

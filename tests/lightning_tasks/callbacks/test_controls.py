@@ -216,20 +216,79 @@ def test_a_step_that_asks_for_several_gradients_decays_once():
     assert found == pytest.approx(dict.fromkeys(steps, 0.95), abs=1e-4)
 
 
-def test_a_step_by_hand_decays_once():
+@pytest.mark.parametrize("how", ["wrapped", "raw", "closure"])
+def test_a_step_by_hand_decays_once(how):
     class ByHand(Network):
         def __init__(self, optimizer, size):
             super().__init__(optimizer, size)
             self.automatic_optimization = False
 
         def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
+            optimizer = self.optimizers(use_pl_optimizer=how == "wrapped")
             optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, batch_idx))
-            optimizer.step()
+
+            def backward():
+                self.manual_backward(super(ByHand, self).training_step(batch, batch_idx))
+
+            optimizer.step(backward if how == "closure" else backward())
 
     module = ByHand(lambda parameters: torch.optim.SGD(parameters, 0.1), size=1e-9)
     assert factor(module) == pytest.approx(0.95, abs=1e-4)
+
+
+def test_another_optimizers_steps_count_for_no_fading():
+    class Alternates(Network):
+        def __init__(self):
+            super().__init__(None)
+            self.automatic_optimization, self.other = False, nn.Linear(8, 8)
+
+        def training_step(self, batch, batch_idx):
+            own, other = self.optimizers()
+            for optimizer in (other, other, own):
+                optimizer.zero_grad()
+                self.manual_backward(self.other(self.layer(batch, batch, batch)[0]).sum() * 1e-9)
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.layer, self.other)]
+
+    module = Alternates()
+    before = module.layer.in_proj_weight.detach()[:16].clone()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[QKWeightDecay(0.5, fade_steps=4)], **quiet)
+    run.fit(module, DataLoader(torch.randn(4, 5, 8), 1))
+    expected = (1 - 0.05) * (1 - 0.05 * 0.75) * (1 - 0.05 * 0.5) * (1 - 0.05 * 0.25)
+    assert (module.layer.in_proj_weight.detach()[:16] / before).median().item() == pytest.approx(expected, abs=1e-5)
+
+
+def test_another_optimizer_may_step_between_a_forward_and_its_backward():
+    """As in adversarial training: the discriminator steps, and the generator's loss goes back through both."""
+
+    class Between(Network):
+        def __init__(self):
+            super().__init__(None)
+            self.automatic_optimization, self.critic = False, nn.Linear(8, 1)
+
+        def training_step(self, batch, batch_idx):
+            own, other = self.optimizers()
+            made = self.layer(batch, batch, batch)[0]
+            other.zero_grad()
+            self.manual_backward(self.critic(made.detach()).sum())
+            other.step()
+            own.zero_grad()
+            self.manual_backward(-self.critic(made).square().sum())
+            own.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(each.parameters(), 0.1) for each in (self.layer, self.critic)]
+
+    module = Between()
+    before = module.layer.in_proj_weight.detach().clone()
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[FreezeQK()], **quiet)
+    run.fit(module, DataLoader(torch.randn(4, 5, 8), 2))
+    assert torch.equal(module.layer.in_proj_weight[:16], before[:16])
+    assert not torch.equal(module.layer.in_proj_weight[16:], before[16:])
 
 
 def test_frozen_rows_are_as_they_were_between_the_steps_of_a_batch():

@@ -189,6 +189,7 @@ def test_forked_processes_refuse_the_callback_and_train_what_its_error_advises()
         "tests.lightning_tasks.callbacks.fork_run", ranks=1
     )  # once autograd started, none can be forked
     assert re.search(r"strategy 'fork' trains in processes of its own.*strategy=.ddp.*swap_attent", said), said
+    assert "SigmaReparam: strategy 'fork' trains in processes of its own" in said
 
 
 def test_a_function_for_configurations_that_have_no_callbacks() -> None:

@@ -144,6 +144,34 @@ def test_manual_optimization(reading):
     assert ("parameters were not finite before: net.head.bias;" in text) == (reading == "at once")
 
 
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_steps_of_optimizers_that_lightning_does_not_wrap_are_judged(action, closure):
+    class Raw(TwoOptimizers):
+        at = 2
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers(use_pl_optimizer=False):
+                optimizer.zero_grad()
+
+                def backward():
+                    loss = TinyLM.training_step(self, batch, batch_idx)
+                    self.manual_backward(loss * (math.nan if batch_idx == self.at else 1.0))
+
+                optimizer.step(backward if closure else backward())
+
+    if action == "stop":
+        assert stopped(Raw()).startswith("step 2 (epoch 0, batch 2): the loss is nan")
+        return
+    module, never_saw, guard = Raw(), Raw(), NonFiniteGuard("skip")
+    never_saw.at = None
+    with pytest.warns(UserWarning, match="skipped step 2"):
+        fit(module, [guard], loader=batches(4))
+    fit(never_saw, loader=DataLoader([each for at, each in enumerate(batches(4)) if at != 2], batch_size=None))
+    assert guard.skipped == 2
+    assert torch.equal(weights_of(module), weights_of(never_saw))
+
+
 def test_a_step_is_judged_by_its_own_backward_passes():
     class First(TwoOptimizers):
         def manual_backward(self, loss):
