@@ -93,7 +93,8 @@ def naive_mom(
     seen = visibility(k.shape[-2], attn_mask).expand(len(q), 1, *z.shape[-2:])[:, 0, 0]
     kept = torch.zeros(len(q), 1, 1, k.shape[-2], dtype=torch.bool)
     for sample, shown in enumerate(seen):
-        orders = [[j for j in draw.argsort().tolist() if shown[j]] for draw in draws]
+        places = shown.nonzero().flatten().tolist()
+        orders = [[places[j] for j in draw[: len(places)].argsort().tolist()] for draw in draws]
         subsets = [order[: max(int(len(order) * (1 - outliers)), 1)] for order in orders]
         sums = [z[sample][:, shown][:, :, subset].sum().item() for subset in subsets]
         kept[sample, 0, 0, subsets[sorted(range(len(sums)), key=sums.__getitem__)[len(sums) // 2]]] = True

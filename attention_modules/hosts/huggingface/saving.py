@@ -225,7 +225,8 @@ def _warn(model: nn.Module, plan: list[dict[str, Any]]) -> None:
 def _warn_of_adapters(model: nn.Module, plan: list[dict[str, Any]]) -> None:
     """Say that what was swapped is not saved with an adapter."""
     mechanisms = [cast(Swapped, model.get_submodule(layer["name"])).mechanism for layer in plan]
-    own = sum(any(True for _ in mechanism.parameters()) for mechanism in mechanisms)
+    saved = "modules_to_save"  # an attribute of peft's, around what an adapter holds
+    own = sum(any(True for _ in each.parameters()) and not hasattr(each, saved) for each in mechanisms)
     lost = f", nor are the Parameters of {own} of their mechanisms" if own else ""
     cure = ", and keep those Parameters with torch.save(model.state_dict(), path)" if own else ""
     warnings.warn(

@@ -37,7 +37,8 @@ def mom_attention(
         q: queries ``[B, H, N, d]``.
         k: keys ``[B, H, N, d]``.
         v: values ``[B, H, N, d]``.
-        draws: random numbers ``[K, N]``: subset i leaves out the keys with the largest ones of row i.
+        draws: random numbers ``[K, N]``: subset i leaves out the keys with the largest ones of row i, whose first are
+            those of the visible keys in their order.
         outliers: share of the keys that a subset leaves out.
         attn_mask: padding alone, boolean (True = may be seen) or additive, broadcastable to ``[B, 1, 1, N]``.
         dropout_p: attention dropout.
@@ -81,7 +82,8 @@ def _median_subset(q: Tensor, k: Tensor, draws: Tensor, outliers: float, seen: T
     wide = torch.promote_types(q.dtype, torch.float32)
     rows = torch.where(seen.transpose(-2, -1), q, 0.0).to(wide).sum(-2, keepdim=True)  # padding asks nothing
     likelihood = (rows * k.to(wide)).sum(-1)  # [B, H, N], but for what all keys have in common
-    subsets = draws.to(wide).masked_fill(~seen, float("inf"))  # [B|1, H|1, K, N]
+    place = (seen.cumsum(-1) - 1).clamp(min=0).expand(-1, -1, draws.shape[0], -1)  # as in a sample without padding
+    subsets = draws.to(wide).expand(place.shape).gather(-1, place).masked_fill(~seen, float("inf"))  # [B|1, H|1, K, N]
     size = (seen.sum(-1, keepdim=True, dtype=wide) * (1 - outliers)).floor().clamp(min=1.0)
     inside = (subsets.argsort(-1).argsort(-1) < size) & seen
     sums = torch.where(inside, likelihood.unsqueeze(-2), 0.0).sum((1, -1))  # [B, K]

@@ -20,6 +20,7 @@ from attention_modules import (
     naive,
     swap_attention,
 )
+from attention_modules.mechanisms.keys.mom import mom_attention
 from attention_modules.testing import CHECKS, check_mechanism
 from tests.attention_modules.compare import as_it_must, assert_same, masks, random_heads, values_and_gradients
 from tests.rows import each_row, pairwise
@@ -226,6 +227,17 @@ def test_starts_as_softmax_where_it_says_so(name):
     swap_attention(model, name, **(neutral or {}), **length)
     change = (model(x, padding, mask) - plain)[~padding].abs().max().item()
     assert change < 1e-5 if neutral is not None else change > 1e-3
+
+
+@each_row("hidden", [(0, 1, 2), (0, 3, 7), (6, 7, 8)])
+def test_a_median_of_means_is_that_of_the_visible_tokens_alone(hidden):
+    q, k, v = torch.randn(3, 2, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draws = torch.rand(3, 9, generator=torch.Generator().manual_seed(1))
+    seen = torch.tensor([at not in hidden for at in range(9)])
+    found = mom_attention(q, k, v, draws, 0.3, attn_mask=seen[None, None, None])
+    alone = mom_attention(q[..., seen, :], k[..., seen, :], v[..., seen, :], draws[:, :6], 0.3)
+    assert_same(found[..., seen, :], alone)
+    assert_same(found, naive.naive_mom(q, k, v, draws, 0.3, attn_mask=seen[None, None, None]))
 
 
 @each_row(("name", "dtype"), itertools.product(NAMES, (torch.float16, torch.bfloat16, torch.float32)))
