@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ def spell_out_classes(arguments: Sequence[str]) -> list[str]:
 def _class_path(name: str, value: str) -> str | None:
     """The dotted path that `value` is, or that the argument `name` of our tasks knows by it; None where it is none."""
     if "." in value:
-        return value if _DOTTED.fullmatch(value) and not Path(value).exists() else None
+        return value if _DOTTED.fullmatch(value) and not os.path.exists(value) else None
     try:
         known = mechanism_class(value) if name in _MECHANISMS else import_object(value, import_module(_CLASSES[name]))
         return import_path(known)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_tasks.errors import UsageError
 from lightning_tasks.recipes import find_recipe, read_settings
@@ -62,7 +62,7 @@ def check_asked(arguments: Sequence[str]) -> None:
     for option in _CHECKPOINT_OPTIONS:
         path = value_of(rest, option)
         elsewhere = path is None or path in ("", "null") or path.split(":")[0] in CKPT_WORDS or "://" in path
-        if path is not None and not elsewhere and not Path(path).exists():
+        if path is not None and not elsewhere and not os.path.exists(path):
             raise UsageError(f"{option} {path}: no such file; give the path of a .ckpt file")
 
 

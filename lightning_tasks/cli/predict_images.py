@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ def settings_of_run(arguments: Sequence[str]) -> tuple[Path, dict[str, Any]] | N
     folder, checkpoint = value_of(arguments, "--images"), value_of(arguments, "--ckpt_path")
     if folder is None:
         return None
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"--images {folder}: no such folder; give a folder of images")
     if any(argument.partition("=")[0].split(".")[0] in _SECTIONS for argument in arguments):
         return None
     if checkpoint is None or checkpoint in CKPT_WORDS:
         raise UsageError("--images needs --ckpt_path FILE, the checkpoint that predicts (or --config RECIPE with it)")
-    if not Path(checkpoint).exists():
+    if not os.path.exists(checkpoint):
         raise UsageError(f"--ckpt_path {checkpoint}: no such file; give the path of a .ckpt file")
     places = [folder / "config.yaml" for folder in Path(checkpoint).resolve().parents[:2]]
     found = next((place for place in places if place.is_file()), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,7 @@ def load_backbone(network: nn.Module, path: str) -> None:
         FileNotFoundError: no file at ``path``.
         ValueError: if the weights do not fit, or the backbone is none of timm's.
     """
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"backbone_checkpoint={path}: no such file; give the path of a .ckpt file")
     content = read_checkpoint(path)
     weights = {

@@ -45,6 +45,7 @@ KNOWN = {
     "negative seeds": ([*COMPARE, "--seeds=-3:2"], {}, "-3"),
     "metrics that are no names": (COMPARE, {"compare.yaml": {**COMPARISON, "metrics": [3]}}, "metrics"),
     "deep YAML": (None, {"base.yaml": b"model: " + b"{a: " * 3000 + b"}" * 3000}, "more than 100 levels deep"),
+    "a long name": (["--init_from=" + "a" * 300], {}, "no such file"),
     "a folder": (["--ckpt_path=."], {}, "--ckpt_path . is a folder"),
     "a URL": (["--ckpt_path=https://example.org/a.ckpt"], {}, "is a URL"),
     "betas": (["--model.optimizer.init_args.betas={}"], {}, "betas"),
