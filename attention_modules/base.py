@@ -277,6 +277,11 @@ class TensorMechanism(AttentionMechanism):
         return self.function(q, k, v, *self.tensors(k, **given), **rest)
 
 
+def queries_of(mechanism: AttentionMechanism, q: Tensor, k: Tensor) -> Tensor:
+    """The queries of a call: where it uses none, its keys, or those of the new tokens where a cache holds more."""
+    return q if mechanism.uses_query or q.shape[-2] < k.shape[-2] else k
+
+
 def options_text(mechanism: AttentionMechanism) -> str:
     """The options that a mechanism was built with, as "iterations=4"; all that it shows where a callable built it."""
     given = mechanism.built_with

@@ -28,6 +28,7 @@ _COMPILED = (
     "; where blocks that are compiled one by one are computed again during backward, compile the model as a whole, or "
     "checkpoint nothing"
 )
+_CHANGED = "if layers were copied, replaced or moved since, restore the model and swap it again"
 _ONE_BY_ONE = (
     "let a module that holds the whole stack, and runs each of its layers once, be called for each input in turn"
 )
@@ -164,7 +165,7 @@ class Link:
         elif found is None:
             raise SharedValueError(
                 f"{self._name(self.position)} reads the values of {self._name(source)}, and no module that holds both "
-                f"was called: call the model itself, not its blocks one by one{_COMPILED}"
+                f"was called: call the model itself, not its blocks one by one; {_CHANGED}{_COMPILED}"
             )
         elif source in found.values:
             value = found.values[source]
@@ -179,8 +180,7 @@ class Link:
         else:
             raise SharedValueError(
                 f"{self._name(self.position)} reads the values of {self._name(source)}, which has not run in this "
-                "forward pass: run the model from its beginning, with all its layers; if layers were replaced or moved "
-                "since, restore the model and swap it again"
+                f"forward pass: run the model from its beginning, with all its layers; {_CHANGED}"
             )
         if value.shape != v.shape:
             raise SharedValueError(

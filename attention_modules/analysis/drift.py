@@ -284,6 +284,7 @@ def _entropies(model: nn.Module, sums: Mapping[str, _Sums], crossed: Collection[
                 acting = acting_map(mechanism, *args, **kwargs)
                 sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=seen, **given)
             except NoMapError:
+                into.first = math.nan  # nor is there a mean over the other calls
                 return
             into.add(*sums["entropy"])
 

@@ -94,7 +94,8 @@ def attention_maps(
 
     Raises:
         AttentionSwapError: if no layer matches, or the model is wrapped (DDP, FSDP1).
-        NoMapError: if a mechanism is not linear in the values, and does not say what its map is; it is named.
+        NoMapError: if a mechanism is not linear in the values, and does not say what its map is, or continues from a
+            cache that holds a state in place of keys and values; it is named.
         MemoryError: if the maps would not fit into the device's memory; before they are made.
         TypeError: if heads or rows are no integers, or there are none.
         ValueError: if a head or a row does not exist, or no layer was called, or the maps do not fit a rollout, which

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from attention_modules import AttentionMechanism, softmax_attention, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
 from attention_modules.analysis.kernel_pca import mixed_values
-from attention_modules.base import described
+from attention_modules.base import described, queries_of
 from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, add_mechanism, described_weights, read_inputs, read_subject
 from lightning_tasks.analyses.kernel_pca_report import (
@@ -107,7 +107,8 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
         v = mixed_values(mechanism, q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
-        seen[name] = Seen(x, described(mechanism), q if mechanism.uses_query else k, k, v, out, mask, causal, scale)
+        q = queries_of(mechanism, q, k)
+        seen[name] = Seen(x, described(mechanism), q, k, v, out, mask, causal, scale)
 
     handles = []
     for layer in attention_layers(subject.model, list(names)):

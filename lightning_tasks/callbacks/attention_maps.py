@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.analysis import attention_rollout
+from attention_modules.base import queries_of
 from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.options import check_flag, check_integer
 from attention_modules.mechanisms.shared.probe import acting_map
@@ -24,7 +25,7 @@ from lightning_tasks.figures.attention import draw_over_images, draw_token_maps,
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
 
-_OF_SAMPLES = ("x", "first_value", "previous_value", "kept")  # arguments of a mechanism beside q, k and v
+_BROADCAST = ("attn_mask", "scale")  # arguments of a mechanism that have samples in four dimensions only
 
 
 class AttentionMapLogger(MechanismObserver):
@@ -184,17 +185,13 @@ class AttentionMapLogger(MechanismObserver):
         query, key = args[:2]
         if index in self._maps or not len(query):  # called again, for further windows of an image; or every one damaged
             return
-        query = query if mechanism.uses_query else key
+        query = queries_of(mechanism, query, key)
         samples = slice(0, self.num_samples)
         if self._images is not None and len(query) != self._batch_size:
             self._images = None  # windows of images
         bad = [(~given[samples].isfinite()).sum() for given in (query, key)]
         self._bad[NOT_FINITE.statistic, name] = torch.stack(bad).sum()
-        given = dict(kwargs)
-        given |= {of: given[of][samples] for of in _OF_SAMPLES if given.get(of) is not None}
-        mask = given.get("attn_mask")
-        if mask is not None and mask.ndim == 4 and len(mask) == len(query):
-            given["attn_mask"] = mask[samples]
+        given = {of: each[samples] if _has_samples(of, each, len(query)) else each for of, each in kwargs.items()}
         q, k, v = (each[samples] for each in args[:3])
         v.keys_without_value = getattr(args[2], "keys_without_value", 0)  # type: ignore[attr-defined]
         try:
@@ -253,6 +250,13 @@ class AttentionMapLogger(MechanismObserver):
         patches = maps[..., prefix:].unflatten(-1, (height, width)).transpose(1, 2)
         names = [f"token {place}" for place in places] or ["mean of tokens"]
         return draw_over_images(self._images, patches, names, columns, title)
+
+
+def _has_samples(name: str, given: Any, batch: int) -> bool:
+    """Whether an argument of a mechanism beside q, k and v is of each sample, and not the same for all."""
+    if not isinstance(given, Tensor) or given.ndim == 0 or len(given) != batch:
+        return False
+    return given.ndim == 4 or name not in _BROADCAST
 
 
 def _tensors(batch: Any) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.analysis import STATISTICS, Statistic, sink_features, token_similarity
 from attention_modules.analysis.acting import acting_sums
+from attention_modules.base import queries_of
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
@@ -308,7 +309,7 @@ class AttentionMonitor(MechanismObserver):
         if self._in_backward:
             return
         query, key = args[:2]
-        query = query if mechanism.uses_query else key
+        query = queries_of(mechanism, query, key)
         seen = seen_tokens(kwargs.get("attn_mask"), query, key)
         bad = ~query.isfinite(), ~key.isfinite()
         finite = ~torch.stack([each.flatten(1).any(1) for each in bad]).any(0)

@@ -20,7 +20,7 @@ from attention_modules import (
 )
 from attention_modules.analysis import eigen_residual, projection_loss
 from attention_modules.analysis.kernel_pca import mixed_values
-from attention_modules.base import described
+from attention_modules.base import described, queries_of
 from attention_modules.hosts import AttentionLayer
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
@@ -138,7 +138,7 @@ def _measured(
     mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
 ) -> dict[str, Tensor]:
     """Each statistic of a call, ``[B, H]``; NaN where something is not finite."""
-    q = q if mechanism.uses_query else k
+    q = queries_of(mechanism, q, k)
     mixed = mixed_values(mechanism, q, k, v, **given)
     h = softmax_attention(q, k, mixed, **given)
     if not all(bool(x.isfinite().all()) for x in (q, k, h)):

@@ -16,6 +16,7 @@ from attention_modules import NoMapError
 from attention_modules.analysis import attention_maps, largest_logit
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.analysis.model_maps import Inputs, Layers, see_calls, stack_of
+from attention_modules.base import queries_of
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import short_name
@@ -101,8 +102,7 @@ def _seen(shown: Shown, layers: Layers | None) -> list[dict[str, Any]]:
         statistics = {"entropy": total / rows, "sink": None if shares is None else shares.amax(-1), "logit": None}
         samples, heads, queries, keys = acting.shape
         if not mechanism.own_logits:
-            query = args[0] if mechanism.uses_query else args[1]
-            logits = largest_logit(query, args[1], **mask, scale=given.get("scale"))
+            logits = largest_logit(queries_of(mechanism, *args[:2]), args[1], **mask, scale=given.get("scale"))
             statistics["logit"] = logits.unflatten(1, (heads, -1)).amax(-1)  # of pairs of heads, where a map is of two
         found[layer.name] = {
             "name": layer.name,

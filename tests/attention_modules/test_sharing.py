@@ -187,6 +187,15 @@ def test_a_part_of_the_model_is_an_error_and_never_reads_what_was_before(batches
     torch.testing.assert_close(model(batches[1]), expected(model, batches[1]))  # errors leave no pass open
 
 
+@pytest.mark.parametrize("mechanism", ["value_residual", "neutreno", "elliptical", Mixed])
+def test_a_copy_of_a_layer_is_an_error_that_says_so(batches, mechanism):
+    model = Stack()
+    swap_attention(model, mechanism)
+    model.blocks.insert(2, copy.deepcopy(model.blocks[1]))
+    with pytest.raises(SharedValueError, match="layers were copied, replaced or moved since, restore the model"):
+        model(batches[0])
+
+
 def test_an_outer_call_lends_its_values_to_no_part(batches):
     """As under DDP, whose forward is a LightningModule's training_step."""
 

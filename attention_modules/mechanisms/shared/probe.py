@@ -23,6 +23,7 @@ from attention_modules.mechanisms.shared.acting import (
     DenseMap,
     FactorMap,
     LinearMap,
+    NoMapError,
     quasi_random,
     softmax_rows,
 )
@@ -39,7 +40,7 @@ from attention_modules.mechanisms.shared.kept import (
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call; a state is of other tokens
+_NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call
 
 
 class _SeveralCalls(BaseException):
@@ -234,9 +235,10 @@ def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *
         The map, of which some rows or columns are made at a time.
 
     Raises:
-        NoMapError: if output and values show, when the map is made, that there is none.
+        NoMapError: if a state stands for earlier tokens; if output and values show, when the map is made, that there
+            is none.
     """
-    given = _of_the_map(args, given)
+    given = _of_the_map(mechanism, args, given)
     with unobserved(mechanism), repeatable(q.device):
         own = _on_copies(mechanism.own_map, q, k, v, **given)
     if own is None:
@@ -304,7 +306,7 @@ def acting_passes(
     mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any
 ) -> list[ActingMap]:
     """The map of each pass over the values of a mechanism that makes several, first to last; else its map alone."""
-    given = _of_the_map(args, given)
+    given = _of_the_map(mechanism, args, given)
     with unobserved(mechanism), repeatable(q.device) as again:
         own = _on_copies(mechanism.own_map, q, k, v, **given)
         call = partial(_mixed, mechanism, q, k, given)
@@ -313,8 +315,18 @@ def acting_passes(
     return over if len(over) > 1 and len(over) == len(calls) else [acting_map(mechanism, q, k, v, **given)]
 
 
-def _of_the_map(args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call after q, k and v that its map depends on, by name."""
+def _of_the_map(mechanism: AttentionMechanism, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call after q, k and v that its map depends on, by name.
+
+    Raises:
+        NoMapError: if a state stands for earlier tokens.
+    """
+    if given.get("state"):
+        raise NoMapError(
+            f"{type(mechanism).__name__} has no attention map of a call that continues from a cache: this holds a "
+            "state of the earlier tokens, from which their weights cannot be told; pass all tokens in one call, with "
+            "use_cache=False"
+        )
     named = dict(zip(("attn_mask", "is_causal", "dropout_p", "scale"), args, strict=False))
     return {name: value for name, value in {**named, **given}.items() if name not in _NOT_OF_THE_MAP}
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from torch import Tensor, nn
 
 from attention_modules import AttentionMechanism
+from attention_modules.base import queries_of
 from attention_modules.function import FunctionAttention
 from attention_modules.hosts import AttentionLayer
 from lightning_tasks.callbacks.monitoring.names import listed
@@ -55,7 +56,7 @@ class QueryKeyObserver(MechanismObserver, shared=True):
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]] | None:
         query, key = args[:2]
         given = {name: kwargs.get(name, default) for name, default in _LOGITS.items()}
-        query = query if self._mechanism(self._layers[index]).uses_query else key
+        query = queries_of(self._mechanism(self._layers[index]), query, key)
         return self._see(index, query, key, given, (args, kwargs))
 
     def _see(

@@ -15,6 +15,7 @@ from attention_modules.analysis import swap_drift
 from attention_modules.analysis.agreement import AgreementSums, counting, kl_divergence, output_of, relative_error
 from attention_modules.mechanism import mechanism_class
 from attention_modules.teacher import shared_copy
+from tests.attention_modules.hosts.huggingface.generating import language_model
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +272,21 @@ def test_an_optimizer_of_the_model_hears_nothing_of_the_copies(mechanism, images
             optimizer.step()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mechanism", ["sink", "window"])
+def test_the_entropy_of_calls_that_continue_from_a_cache_is_that_of_all_rows_or_none(mechanism):
+    """A state mechanism's rows of the first call alone would be compared with the softmax of all."""
+    from transformers import DynamicCache
+
+    def in_two_calls(model, tokens):
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :4], past_key_values=cache)
+        return model(tokens[:, 4:], past_key_values=cache)
+
+    model, tokens = language_model(), torch.randint(2, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    whole, parts = (swap_drift(model, mechanism, [tokens], run=run) for run in (None, in_two_calls))
+    for found, wanted in zip(parts.layers, whole.layers, strict=True):
+        assert found.entropy_before == pytest.approx(wanted.entropy_before, rel=1e-4)
+        after = wanted.entropy_after if mechanism == "sink" else math.nan
+        assert found.entropy_after == pytest.approx(after, rel=1e-4, nan_ok=True)

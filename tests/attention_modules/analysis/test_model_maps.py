@@ -11,6 +11,7 @@ from torch import nn
 import attnswap
 from attention_modules.analysis.model_maps import _free_bytes
 from attnswap import AttentionSwapError, NoMapError, attention_maps, restore_attention, swap_attention
+from tests.attention_modules.hosts.huggingface.generating import language_model
 from tests.attention_modules.mechanisms.test_acting import squared
 
 TOKENS = 7
@@ -218,6 +219,39 @@ def test_a_cache_grows_once():
     (found,) = attention_maps(model, {"x": x, "cache": cache}).values()
     assert found.shape == (2, 2, TOKENS, TOKENS)
     assert len(cache) == 1
+
+
+def after_some(name, **options):
+    """A model, some tokens, and a cache that holds all but the last of them."""
+    from transformers import DynamicCache
+
+    model, tokens = language_model(), torch.randint(2, 60, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    swap_attention(model, name, **options)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens[:, :-1], past_key_values=cache)
+    return model, tokens, cache
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("softmax", {}), ("forgetting", {}), ("symmetric", {}), ("l2", {"shared": True})]
+)
+def test_a_call_that_continues_from_a_cache_has_the_last_rows(name, options):
+    model, tokens, cache = after_some(name, **options)
+    whole = attention_maps(model, {"input_ids": tokens, "use_cache": False})
+    for layer, found in attention_maps(model, {"input_ids": tokens[:, -1:], "past_key_values": cache}).items():
+        torch.testing.assert_close(found, whole[layer][:, :, -1:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("passes", [False, True])
+@pytest.mark.parametrize("name", ["linear", "retention", "gated_delta", "performer", "hedgehog", "window"])
+def test_a_call_that_continues_from_a_state_has_no_map(name, passes):
+    model, tokens, cache = after_some(name)
+    given = {"input_ids": tokens[:, -1:], "past_key_values": cache}
+    with pytest.raises(NoMapError, match=r"Attention has no attention map of a call that continues .*use_cache=False"):
+        attention_maps(model, given, passes=passes)
+    maps = attention_maps(model, {"input_ids": tokens, "use_cache": False}, passes=passes)
+    assert all(found.shape[-2:] == (TOKENS, TOKENS) for found in maps.values())
 
 
 def test_a_shared_layer_gives_its_last_call():

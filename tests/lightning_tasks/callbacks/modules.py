@@ -142,3 +142,62 @@ def fit(module, callbacks=(), loader=None, val_loader=None, **trainer_options):
 def weights_of(module):
     """All parameters, one flat tensor."""
     return torch.cat([parameter.detach().flatten().float() for parameter in module.parameters()])
+
+
+# Two of four prompts start with padding.
+PROMPTS = torch.randint(1, 60, (4, TOKENS), generator=torch.Generator().manual_seed(7))
+PROMPTS[0, :3] = PROMPTS[2, :1] = 0
+
+
+def decoder(kind="Llama"):
+    """A tiny causal model of transformers."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"vocab_size": 60, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **ids, max_position_embeddings=32, initializer_range=0.3, use_cache=True
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def shown(tokens):
+    """What a model is called with for all of these tokens at once; 0 before the first is padding."""
+    mask = (tokens.cumsum(-1) > 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "use_cache": False}
+
+
+class Generates(pl.LightningModule):
+    """Continues prompts in validation, with a key-value cache."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def validation_step(self, batch, batch_idx):
+        mask = (batch != 0).long()
+        self.tokens = self.model.generate(batch, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+
+class InTwoCalls(Generates):
+    """Reads its prompts in two calls with one key-value cache, in validation and in training."""
+
+    def validation_step(self, batch, batch_idx):
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+        given = {**shown(batch), "use_cache": True, "past_key_values": self.cache}
+        loss = torch.zeros(())
+        for of in (slice(0, 4), slice(4, TOKENS)):
+            part = {"input_ids": batch[:, of], "position_ids": given["position_ids"][:, of]}
+            part["attention_mask"] = given["attention_mask"][:, : of.stop]
+            loss = loss + self.model(**{**given, **part}).logits.mean()
+        return loss
+
+    training_step = validation_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from attnswap.datamodules import DigitsDataModule
@@ -17,7 +18,19 @@ from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, has_patches_first, patch_grid
 from lightning_tasks.models.segmenter import MaskTransformer
-from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    PROMPTS,
+    TOKENS,
+    InTwoCalls,
+    TinyLM,
+    batches,
+    decoder,
+    fit,
+    shown,
+    weights_of,
+)
 from tests.lightning_tasks.explore.pages import data_of
 from tests.lightning_tasks.language_data import trainer
 from tests.rows import each_row
@@ -254,3 +267,34 @@ def test_panels_say_what_their_colors_stand_for():
     figure = draw_over_images(torch.rand(1, 1, 8, 8), over, ["mean of tokens"], ["rollout"], "rollout")
     assert [axes.get_title() for axes in figure.axes[:2]] == ["image", "rollout\n0.06 to 0.063"]
     assert figure.axes[1].images[1].get_clim() == pytest.approx((0.0, 0.063))
+
+
+class Padded(InTwoCalls):
+    """Reads padded prompts in one call."""
+
+    def validation_step(self, batch, batch_idx):
+        loss = self.model(**shown(batch), labels=batch).loss
+        self.log("val", loss)
+        return loss
+
+    training_step = validation_step
+
+
+STATES = ("linear", "retention", "gla", "delta", "gated_delta", "kda", "performer", "hedgehog", "window")
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("mechanism", ["softmax", "forgetting", "gated", "value_residual", *STATES])
+def test_maps_of_the_first_samples_of_a_padded_batch(tmp_path, drawn, mechanism, alone):
+    """Also where a later sample alone is padded, whose mask is for all."""
+    prompts = PROMPTS.flip(0) if alone else PROMPTS
+    module = Padded(decoder())
+    attnswap.swap_attention(module, mechanism)
+    loader, options = DataLoader(prompts, batch_size=4), {"accelerator": "cpu", "enable_progress_bar": False}
+    plain = pl.Trainer(logger=False, **options).validate(module, loader, verbose=False)
+    watched = pl.Trainer(logger=CSVLogger(tmp_path), callbacks=[AttentionMapLogger()], **options)
+    assert watched.validate(module, loader, verbose=False) == plain
+    wanted = attnswap.attention_maps(module.model, shown(prompts))
+    for (maps, *_), whole in zip(drawn, wanted.values(), strict=True):
+        torch.testing.assert_close(maps, whole[:2].mean(1, keepdim=True), rtol=1e-4, atol=1e-5)

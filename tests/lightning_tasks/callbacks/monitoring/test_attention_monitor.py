@@ -15,17 +15,23 @@ from attention_modules.analysis import STATISTICS, attention_statistics, sink_fe
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.swap import swap_attention
+from attnswap import attention_maps
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
 from lightning_tasks.callbacks.attention_monitor import OBSERVABLES
 from tests.lightning_tasks.callbacks import modules
 from tests.lightning_tasks.callbacks.modules import (
     DIM,
     HEADS,
+    PROMPTS,
     BuildsInConfigureModel,
     BuildsInSetup,
+    Generates,
+    InTwoCalls,
     TinyLM,
     batches,
+    decoder,
     fit,
+    shown,
     weights_of,
 )
 from tests.lightning_tasks.callbacks.monitoring.test_spectrum_monitor import logged
@@ -569,3 +575,64 @@ def test_a_mechanism_without_a_map_is_named_once_and_left_out():
     assert "val/attention/entropy/layer_00" not in logged or logged["val/attention/entropy/layer_00"].isnan()
     assert logged["val/attention/entropy/layer_01"] > 0
     assert logged["val/attention/token_similarity/layer_00"] < 1
+
+
+def validated(kind, model, *callbacks):
+    """A module that did with the model what its kind does, and what was logged."""
+    module, options = kind(model), {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(callbacks=list(callbacks), **options)
+    trainer.validate(module, DataLoader(PROMPTS, batch_size=4), verbose=False)
+    return module, trainer.callback_metrics
+
+
+def written_rows(model, tokens):
+    """Entropy, effective support and largest weight of each row of the first layer but those of padding, at once."""
+    given = shown(tokens)
+    weights = next(iter(attention_maps(model, given).values())).abs()
+    there = given["attention_mask"].bool()[:, None].expand(weights.shape[:3])
+    shares = weights / weights.sum(-1, keepdim=True).clamp(min=1e-30)
+    rows = {
+        "entropy": torch.special.entr(shares).sum(-1),
+        "effective_support": 1 / shares.square().sum(-1),
+        "largest_probability": weights.amax(-1),
+    }
+    return {name: (values, there) for name, values in rows.items()}
+
+
+@pytest.mark.parametrize("kind", [Generates, InTwoCalls])
+@pytest.mark.parametrize("host", ["Llama", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize(
+    ("mechanism", "options"), [("softmax", {}), ("forgetting", {}), ("symmetric", {}), ("l2", {"shared": True})]
+)
+def test_rows_of_a_call_that_continues_from_a_cache_count_as_in_one_call(mechanism, options, host, kind):
+    model = decoder(host)
+    swap_attention(model, mechanism, **options)
+    tokens = PROMPTS
+    if kind is Generates:
+        tokens = validated(kind, model)[0].tokens
+    module, metrics = validated(kind, model, AttentionMonitor(), AttentionMapLogger())
+    if kind is Generates:
+        assert torch.equal(module.tokens, tokens)
+        tokens = tokens[:, :-1]
+    for name, (values, there) in written_rows(model, tokens).items():
+        found = metrics[f"val/attention/{name}/layer_00"]
+        torch.testing.assert_close(found, values[there].mean(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Generates, InTwoCalls])
+@pytest.mark.parametrize("mechanism", ["window", "hedgehog", "gated_delta", "retention"])
+def test_a_call_that_continues_from_a_state_is_left_out_and_said_once(mechanism, kind, recwarn):
+    model = decoder()
+    swap_attention(model, mechanism)
+    tokens = validated(kind, model)[0].tokens if kind is Generates else PROMPTS
+    module, metrics = validated(kind, model, AttentionMonitor())
+    if kind is Generates:
+        assert torch.equal(module.tokens, tokens)
+    first = PROMPTS.shape[1] if kind is Generates else 4
+    for name, (values, there) in written_rows(model, tokens).items():
+        wanted = values[:, :, :first][there[:, :, :first]].mean()
+        found = metrics[f"val/attention/{name}/layer_00"]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    said = [str(one.message) for one in recwarn if "AttentionMonitor shows no map" in str(one.message)]
+    assert len(said) == 1
+    assert "has no attention map of a call that continues from a cache" in said[0]

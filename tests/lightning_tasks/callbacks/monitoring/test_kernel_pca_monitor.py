@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from attention_modules import SelfAttention, softmax_attention
+from attention_modules import SelfAttention, softmax_attention, swap_attention
 from attention_modules.analysis import gamma_constancy, projection_loss
 from lightning_tasks.callbacks import KernelPCAMonitor
-from tests.lightning_tasks.callbacks.modules import TinyLM, batches, fit
+from tests.lightning_tasks.callbacks.modules import PROMPTS, InTwoCalls, TinyLM, batches, decoder, fit
 
 LAYERS = {"softmax": {}, "symmetric": {}, "scaled": {"variant": "scalar"}, "rpc": {}}
 TOKENS = torch.randn(8, 6, 16, generator=torch.Generator().manual_seed(0))
@@ -95,3 +95,18 @@ def test_a_key_too_long_for_the_kernel_is_nan_and_ends_nothing():
 def test_the_number_of_samples_is_checked():
     with pytest.raises(ValueError, match="num_samples must be an integer of at least 1, got 0"):
         KernelPCAMonitor(num_samples=0)
+
+
+def test_without_a_query_a_call_that_continues_from_a_cache_is_of_the_new_tokens():
+    module = InTwoCalls(decoder())
+    swap_attention(module, "symmetric")
+    trainer = pl.Trainer(accelerator="cpu", logger=False, callbacks=[KernelPCAMonitor()], enable_progress_bar=False)
+    trainer.validate(module, DataLoader(PROMPTS[1::2], batch_size=2), verbose=False)  # those without padding
+    k, v = (of.double() for of in (module.cache.layers[0].keys, module.cache.layers[0].values))
+    logits = k @ k.mT * k.shape[-1] ** -0.5
+    seen = logits.masked_fill(torch.ones(logits.shape[-2:]).triu(1).bool(), -torch.inf)
+    size = (logits.diagonal(dim1=-2, dim2=-1) - 2 * seen.logsumexp(-1)).exp()
+    rows = size - (seen.softmax(-1) @ v).square().sum(-1)
+    wanted = (rows[..., :4].mean() + rows[..., 4:].mean()) / 2  # of the two calls
+    found = trainer.callback_metrics["val/kernel_pca/projection_loss/layer_00"]
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-6)

@@ -5,10 +5,21 @@ import math
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import LogitMonitor
-from tests.lightning_tasks.callbacks.modules import DIM, HEADS, TOKENS, TinyLM, batches, fit
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    HEADS,
+    PROMPTS,
+    TOKENS,
+    InTwoCalls,
+    TinyLM,
+    batches,
+    decoder,
+    fit,
+)
 from tests.lightning_tasks.callbacks.monitoring.test_spectrum_monitor import logged
 from tests.rows import each_row
 
@@ -86,3 +97,14 @@ def test_logits_of_a_mechanisms_own_are_named(mechanism, text):
 def test_bad_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         LogitMonitor(**options)
+
+
+def test_logits_without_a_query_of_a_call_that_continues_from_a_cache():
+    module = InTwoCalls(decoder())
+    swap_attention(module, "symmetric")
+    trainer = fit(module, [LogitMonitor(every_n_steps=1)], DataLoader(PROMPTS, batch_size=4), max_steps=1)
+    for index, layer in enumerate(module.cache.layers):
+        logits = layer.keys @ layer.keys.mT * layer.keys.shape[-1] ** -0.5
+        seen = torch.ones(TOKENS, TOKENS).tril().bool() & (PROMPTS != 0)[:, None, None]
+        largest = logits.masked_fill(~seen, -math.inf).amax().item()
+        assert trainer.callback_metrics[f"attention/largest_logit/layer_0{index}"].item() == pytest.approx(largest)

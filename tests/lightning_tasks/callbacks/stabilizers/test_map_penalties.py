@@ -12,7 +12,18 @@ from torch.utils.data import DataLoader
 from attention_modules.stabilizers.naive import naive_diversification, naive_row_entropy
 from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import AttentionDiversification, EntropyRegularizer, LogitMonitor, QKClip
-from tests.lightning_tasks.callbacks.modules import DIM, TinyLM, TwoOptimizers, batches, fit, weights_of
+from tests.lightning_tasks.callbacks.modules import (
+    DIM,
+    PROMPTS,
+    TOKENS,
+    InTwoCalls,
+    TinyLM,
+    TwoOptimizers,
+    batches,
+    decoder,
+    fit,
+    weights_of,
+)
 from tests.rows import each_row, pairwise
 
 FLOOR, WEIGHT = 0.95, 20.0
@@ -305,3 +316,21 @@ def test_rows_of_padding_are_not_penalized(callback):
     fit(padded, [callback()], DataLoader([(tokens, torch.tensor([2]))], batch_size=None))
     torch.testing.assert_close(weights_of(padded), weights_of(alone), rtol=1e-4, atol=1e-6)
     assert not torch.equal(weights_of(alone), weights_of(Padded()))
+
+
+def test_without_a_query_a_call_that_continues_from_a_cache_is_penalized():
+    penalized, plain = InTwoCalls(decoder()), InTwoCalls(decoder())
+    for module in (penalized, plain):
+        swap_attention(module, "symmetric")
+    tokens = PROMPTS[1::2]  # those without padding
+    callbacks = [EntropyRegularizer(WEIGHT, floor=FLOOR, max_rows=None)]
+    fit(penalized, callbacks, DataLoader(tokens, batch_size=len(tokens)), max_steps=1)
+    loss = plain.training_step(tokens, 0)
+    for layer in plain.cache.layers:
+        entropy = naive_row_entropy(layer.keys, layer.keys, is_causal=True)
+        for rows in (torch.arange(1, 4), torch.arange(4, TOKENS)):  # of the two calls; the first row sees one key
+            h = (entropy[..., rows] / (rows + 1).log()).mean(-1)
+            loss = loss + WEIGHT * (FLOOR - h).clamp(min=0).square().mean(0).sum()
+    loss.backward()
+    plain.configure_optimizers().step()
+    torch.testing.assert_close(weights_of(penalized), weights_of(plain), rtol=1e-4, atol=1e-5)
