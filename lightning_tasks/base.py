@@ -167,8 +167,8 @@ class BaseTask(LightningModule):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's; builds ``self.model`` first: Lightning brings weights from processes of its own in this way."""
-        if self.model is None and any(name.startswith("model.") for name in state_dict):
-            self.model = self.build_model()
+        if self.model is None and self._device_mesh is None and any(name.startswith("model.") for name in state_dict):
+            self.configure_model()
         return super().load_state_dict(state_dict, strict, assign)
 
     def configure_callbacks(self) -> Any:

@@ -150,18 +150,20 @@ def behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[
     Returns:
         What the pre-hook returns.
     """
-    own, *given = args
-    closure = kwargs.get("closure", given[0] if given else None)
-    if closure is None:
+    place = "closure" if "closure" in kwargs else 1
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
         act()
         return args, kwargs
 
-    def then_act() -> Any:
-        loss = closure()
+    def then_act(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
         act()
         return loss
 
-    return (own, then_act, *given[1:]), {name: value for name, value in kwargs.items() if name != "closure"}
+    if place == "closure":
+        return args, {**kwargs, "closure": then_act}
+    return (args[0], then_act, *args[2:]), kwargs
 
 
 def refuse_own_processes(trainer: pl.Trainer, name: str, cure: str) -> None:

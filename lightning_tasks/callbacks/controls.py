@@ -28,7 +28,6 @@ from lightning_tasks.callbacks.base import (
 )
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
-from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_layer_choice
 
 
@@ -97,7 +96,7 @@ class QKWeightDecay(_QKControl):
         where: names of layers (a glob or several); all where None.
         layers: which of those, counted in module order.
         exclude: names (globs) to leave out.
-        fade_steps: number of optimizer steps over which it falls to 0, by as much in each; it stays where None.
+        fade_steps: number of its optimizer's steps over which it falls to 0, by as much in each; it stays where None.
 
     Raises:
         ValueError: if ``weight_decay`` is no finite number, or negative, or ``fade_steps`` is below 1; when a fit
@@ -123,6 +122,18 @@ class QKWeightDecay(_QKControl):
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
         self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
         self._done: set[int] = set()  # those that have decayed in this step
+        self._taken: dict[int, int] = {}  # steps by the place of their optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps taken, of each optimizer, where they count."""
+        return {} if self.fade_steps is None else {"taken": dict(self._taken)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._taken = {int(place): int(count) for place, count in state_dict.get("taken", {}).items()}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._taken = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         decayed = {id(parameter) for parameter, _ in self._entries}
@@ -162,7 +173,9 @@ class QKWeightDecay(_QKControl):
     def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         left: float | Tensor = 1.0
         if self.fade_steps is not None:
-            left = max(0.0, 1 - current_step(trainer) / self.fade_steps)
+            place = next(place for place, each in enumerate(trainer.optimizers) if each is optimizer)
+            taken = self._taken.get(place, 0)
+            left, self._taken[place] = max(0.0, 1 - taken / self.fade_steps), taken + 1
         overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves out steps of a scaler by itself
         if overflow is not None:
             left = left * (overflow == 0)

@@ -80,7 +80,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, tuple[Any, Tensor | None]]
 
 
 @torch.no_grad()
-def _put_back(groups: list[dict[str, tuple[Any, Tensor | None]]], optimizer: Optimizer, *_: object) -> None:
+def _put_back(groups: list[dict[str, tuple[Any, Tensor | None]]], optimizer: Optimizer) -> None:
     for group, before in zip(optimizer.param_groups, groups, strict=True):
         for name in group.keys() - before.keys() - {"params"}:
             del group[name]
@@ -159,6 +159,8 @@ class NonFiniteGuard(Callback):
         self._hooks = []
         self._skips: Optimizer | None = None  # whose next step is left out
         self._seen: set[int] = set()  # optimizers whose step is judged, and not yet over
+        self._depths: dict[int, int] = {}
+        self._before: dict[int, Any] = {}  # settings, before a step that is left out
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -196,6 +198,8 @@ class NonFiniteGuard(Callback):
         for optimizer in filter(calls_step_hooks, trainer.optimizers):
             self._hooks.append(optimizer.register_step_pre_hook(partial(self._before_step, trainer, pl_module)))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(self._hooks[-1].id, last=False)  # before anybody's
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
         if gives_up_gradients(pl_module):  # those that no step has taken in
@@ -229,6 +233,7 @@ class NonFiniteGuard(Callback):
     def _before_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> StepArguments:
+        self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1  # a step may call that of its base class
         return behind_closure(args, kwargs, partial(self._reach, trainer, pl_module, optimizer))
 
     def _reach(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -237,12 +242,14 @@ class NonFiniteGuard(Callback):
             self.on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._skips is optimizer:  # some count their steps in their groups, with or without gradients
             self._skips = None
-            self._hooks.append(optimizer.register_step_post_hook(partial(_put_back, _settings(optimizer))))
-            hooks: Any = optimizer._optimizer_step_post_hooks
-            hooks.move_to_end(self._hooks[-1].id, last=False)  # before anybody's
+            self._before.setdefault(id(optimizer), _settings(optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        self._seen.discard(id(optimizer))
+        depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 1) - 1
+        if depth == 0:
+            self._seen.discard(id(optimizer))
+            if (before := self._before.pop(id(optimizer), None)) is not None:
+                _put_back(before, optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

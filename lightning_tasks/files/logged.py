@@ -63,6 +63,8 @@ def log_again(trainer: pl.Trainer, before: Mapping[str, Any]) -> None:
         type(results).log(results, fx, name, *given, **options)
         if of_this_epoch:
             _add(results[key], before[key])
+        if not earlier:
+            del results.log
 
     results.log = log  # type: ignore[operator]
     trainer._logger_connector._first_loop_iter = False  # in the first iteration, the first log of a hook begins anew

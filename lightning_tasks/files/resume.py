@@ -14,23 +14,31 @@ from lightning_tasks.files.logged import is_logged, log_again, logged
 from lightning_tasks.files.random_states import gather_random_states, of_all, set_random_state
 from lightning_tasks.files.weights import WEIGHTS_ONLY
 
+_KEY = "attnswap_resume"
+
 
 def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
     """Keep in a checkpoint what :func:`go_on` goes on with; all processes must call this."""
-    checkpoint.setdefault("random_states", gather_random_states(pl_module.device))
+    if _KEY in checkpoint:  # by a callback, before the task
+        return
+    kept = checkpoint[_KEY] = {"random_states": gather_random_states(pl_module.device)}
     if trainer is None:
         return
-    if "metrics" not in checkpoint:
-        metrics = {name: each for name, each in trainer.callback_metrics.items() if isinstance(each, (Tensor, float))}
-        own = {name: torch.as_tensor(each).detach().cpu() for name, each in metrics.items()}
-        checkpoint |= {"metrics": of_all(own), "logged": of_all(logged(trainer))}
-    if lost := _gathered(trainer, pl_module):
-        checkpoint["lost_gradients"] = lost
+    numbers = {name: each for name, each in trainer.callback_metrics.items() if isinstance(each, (Tensor, float))}
+    metrics = {
+        name: torch.as_tensor(each, dtype=getattr(each, "dtype", torch.float64)) for name, each in numbers.items()
+    }
+    kept["metrics"] = of_all({name: each.detach().cpu() for name, each in metrics.items()})
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    if batch.completed < batch.processed:
-        checkpoint["open_batch"] = True
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    if batch.ready == batch.processed:  # else one has failed, of which something may be logged
+        kept["logged"] = of_all(logged(trainer))
+    if batch.completed < batch.processed and epoch.processed < epoch.started:
+        kept["open_batch"] = True
+    if lost := _gathered(trainer, pl_module):
+        kept["lost_gradients"] = lost
     if _of_kind(trainer, "BaseFinetuning"):
-        checkpoint["finetuning"] = {
+        kept["finetuning"] = {
             "trains": {name: each.requires_grad for name, each in pl_module.named_parameters()},
             "tracks": {name: bool(each.track_running_stats) for name, each in _norms(pl_module)},
         }
@@ -53,11 +61,11 @@ def kept_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: for an entry that it never writes.
     """
-    kept = {name: checkpoint[name] for name in _IS_KEPT if name in checkpoint}
-    for name, value in kept.items():
-        if not _IS_KEPT[name](value):
+    kept = checkpoint.get(_KEY, {})
+    for name, value in kept.items() if isinstance(kept, dict) else [(_KEY, kept)]:
+        if name not in _IS_KEPT or not _IS_KEPT[name](value):
             raise ValueError(f"the checkpoint's {name} are none that attnswap saves, but {value!r:.80}: {WEIGHTS_ONLY}")
-    _reopen_cut_epoch(checkpoint)
+    _reopen_cut_epoch(checkpoint, kept)
     return kept
 
 
@@ -102,62 +110,85 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         pl_module: its module.
         kept: what :func:`kept_state` gives.
     """
-    loop = trainer.fit_loop
-    of_epoch = loop.epoch_loop
-
-    def of_rank(name: str) -> dict[str, Any]:
-        found = kept.get(name) or [{}]
-        return found[trainer.global_rank if trainer.global_rank < len(found) else 0]
-
-    def advance(*arguments: Any) -> None:
-        del of_epoch.advance  # type: ignore[method-assign]
-        loop._restarting = False
-        if kept.get("open_batch"):  # the batch ends with what comes after an advance
-            of_epoch.val_loop.restarting = False
-        else:
-            of_epoch.advance(*arguments)
-
-    def begin() -> None:
-        del loop.on_advance_start  # type: ignore[method-assign]
-        if loop.restarted_mid_epoch:
-            if len(kept.get("logged", ())) == trainer.world_size:
-                log_again(trainer, of_rank("logged"))
-            for scheduler in _of_kind(trainer, "GradientAccumulationScheduler"):
-                scheduler.on_train_epoch_start(trainer, pl_module)
-            if lost := kept.get("lost_gradients"):
-                rank_zero_warn(
-                    f"the checkpoint was saved behind {lost} of the batches that a step accumulates, and lacks their "
-                    "gradients, so that this run will differ from one that was not stopped: save where steps end "
-                    "(every_n_train_steps, or val_check_interval a multiple of accumulate_grad_batches)"
-                )
-        loop.on_advance_start()
-
-    def run() -> None:
-        del loop.run  # type: ignore[method-assign]
-        if (before := kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
-            for name, parameter in pl_module.named_parameters():
-                parameter.requires_grad_(before["trains"].get(name, parameter.requires_grad))
-            for name, norm in _norms(pl_module):
-                norm.track_running_stats = before["tracks"].get(name, norm.track_running_stats)
-        loop._combined_loader = None
-        trainer.callback_metrics.update(of_rank("metrics"))
-        epoch: Any = loop.epoch_progress.current
-        if epoch.ready == epoch.started == epoch.processed:
-            loop._restarting = of_epoch.restarting = False
-            monitored = {each.monitor for each in trainer.lr_scheduler_configs if each.reduce_on_plateau}
-            known = monitored <= trainer.callback_metrics.keys()  # not by a checkpoint of an earlier version
-            if known and epoch.completed < epoch.processed and of_epoch._num_ready_batches_reached():
-                of_epoch.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        of_epoch.advance = advance  # type: ignore[method-assign, assignment]
-        loop.on_advance_start = begin  # type: ignore[method-assign]
-        loop.run()
-
-    loop.run = run  # type: ignore[method-assign]
+    trainer.fit_loop.run = _Resumed(trainer, pl_module, kept).run  # type: ignore[method-assign]
     if (states := kept.get("random_states")) is not None:
         set_random_state(states, trainer.global_rank, pl_module.device)
 
 
-def _reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
+class _Resumed:
+    """What acts in place of parts of Lightning's loops, each once: the run, the start of an epoch, the first batch."""
+
+    def __init__(self, trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str, Any]) -> None:
+        self.trainer, self.module, self.kept = trainer, pl_module, kept
+        self.loop: Any = trainer.fit_loop
+        self.of_epoch: Any = self.loop.epoch_loop
+
+    def run(self) -> None:
+        loop, of_epoch, trainer = self.loop, self.of_epoch, self.trainer
+        del loop.run
+        if _of_kind(trainer, "BaseFinetuning"):
+            self._let_train(self.kept.get("finetuning", {"trains": {}, "tracks": {}}))
+        loop._combined_loader = None
+        of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
+        trainer.callback_metrics.update(self._of_rank("metrics"))
+        epoch = loop.epoch_progress.current
+        if epoch.ready == epoch.started == epoch.processed:
+            loop._restarting = of_epoch.restarting = False
+            if epoch.completed < epoch.processed:
+                self._step_plateaus()
+        of_epoch.advance, loop.on_advance_start = self._advance, self._begin
+        try:
+            loop.run()
+        finally:  # what the run did not come to
+            for owner, name in ((of_epoch, "advance"), (loop, "on_advance_start")):
+                vars(owner).pop(name, None)
+
+    def _let_train(self, before: Mapping[str, Any]) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(before["trains"].get(name, parameter.requires_grad))
+        for name, norm in _norms(self.module):
+            norm.track_running_stats = before["tracks"].get(name, norm.track_running_stats)
+
+    def _of_rank(self, name: str) -> dict[str, Any]:
+        found, rank = self.kept.get(name) or [{}], self.trainer.global_rank
+        return found[rank if rank < len(found) else 0]
+
+    def _step_plateaus(self) -> None:
+        """Behind an epoch whose checkpoint came before its schedules that monitor something."""
+        plateaus = [each for each in self.trainer.lr_scheduler_configs if each.reduce_on_plateau]
+        monitored = {each.monitor for each in plateaus if each.strict}
+        if self.of_epoch._num_ready_batches_reached() and monitored <= self.trainer.callback_metrics.keys():
+            self.of_epoch.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+    def _begin(self) -> None:
+        loop, trainer = self.loop, self.trainer
+        del loop.on_advance_start
+        epoch = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and epoch.processed == epoch.started:  # as Lightning counts one that is over
+            loop.reset_restart_stage()
+        if loop.restarted_mid_epoch:
+            if len(self.kept.get("logged", ())) == trainer.world_size:
+                log_again(trainer, self._of_rank("logged"))
+            for scheduler in _of_kind(trainer, "GradientAccumulationScheduler"):
+                scheduler.on_train_epoch_start(trainer, self.module)
+            if lost := self.kept.get("lost_gradients"):
+                rank_zero_warn(
+                    f"the checkpoint was saved behind {lost} of the batches that a step accumulates, and lacks their "
+                    "gradients, so that this run will differ from one that was not stopped: save where steps end, as "
+                    "with every_n_train_steps"
+                )
+        loop.on_advance_start()
+
+    def _advance(self, *arguments: Any) -> None:
+        del self.of_epoch.advance
+        self.loop._restarting = False
+        if self.kept.get("open_batch"):  # the batch ends with what comes after an advance
+            self.of_epoch.val_loop.restarting = False
+        else:
+            self.of_epoch.advance(*arguments)
+
+
+def _reopen_cut_epoch(checkpoint: dict[str, Any], kept: Mapping[str, Any]) -> None:
     """Make a fit that resumes finish the epoch that `max_steps` cut short, and give one that was about to start whole.
 
     Lightning counts the first as processed, so it would give the rest of its steps the data of the next one. Of a
@@ -169,7 +200,7 @@ def _reopen_cut_epoch(checkpoint: dict[str, Any]) -> None:
     epochs = fit.get("epoch_progress", {})
     if not batches or not batches["current"]["ready"]:
         return
-    for count in (batches["total"], batches["current"]) if checkpoint.get("open_batch") else ():
+    for count in (batches["total"], batches["current"]) if kept.get("open_batch") else ():
         count["completed"] = count["processed"]
     if batches["is_last_batch"]:
         for count in (epochs["total"], epochs["current"]):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Tenso
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import LocAteR, NonFiniteGuard, non_finite_guard as guard_module
+from lightning_tasks.callbacks import LocAteR, NonFiniteGuard, QKWeightDecay, non_finite_guard as guard_module
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.training.non_finite import Flags, NonFiniteError, dataset_indices, plain
 from tests.lightning_tasks.callbacks.modules import (
@@ -268,6 +268,76 @@ def test_a_rate_that_is_set_right_before_a_skipped_step_stays(place):
     (optimizer,) = run.optimizers
     assert optimizer.param_groups[0]["lr"] == first / 2**run.global_step
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_rate_that_good_steps_of_the_same_batch_set_stays(wrapped):
+    class Thrice(Poisoned):
+        def __init__(self):
+            super().__init__(at=(), optimizer="SGD")
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=wrapped)
+            for turn in range(3):
+                optimizer.zero_grad()
+                loss = super().training_step(batch, batch_idx)
+                self.manual_backward(loss * math.nan if (batch_idx, turn) == (1, 0) else loss)
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] *= 0.5
+
+    module = Thrice()
+    first = module.configure_optimizers().param_groups[0]["lr"]
+    with pytest.warns(UserWarning, match="skipped step"):
+        run = fit(module, [NonFiniteGuard("skip")], loader=batches(3))
+    assert run.optimizers[0].param_groups[0]["lr"] == first / 2**9
+
+
+class KeywordOnly(torch.optim.SGD):
+    def step(self, *, closure=None):
+        return super().step(closure)
+
+
+class SecondPlace(torch.optim.SGD):
+    def step(self, scale=None, closure=None):
+        assert scale is None
+        return super().step(closure)
+
+
+class GivesWord(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(lambda: closure(*()))
+
+
+@pytest.mark.parametrize("kind", [KeywordOnly, SecondPlace, GivesWord])
+def test_steps_of_any_signature_are_called_as_before(kind):
+    class Own(Poisoned):
+        def configure_optimizers(self):
+            return kind(self.parameters(), 0.1)
+
+    watched, alone = Own(at=()), Own(at=())
+    fit(watched, [NonFiniteGuard("skip"), QKWeightDecay(0.0)])
+    fit(alone)
+    assert torch.equal(weights_of(watched), weights_of(alone))
+
+
+@pytest.mark.parametrize("given", [{"closure": print}, torch.ones(())])
+def test_a_step_that_takes_no_closure_takes_what_it_is_given(given):
+    class Takes(torch.optim.SGD):
+        def step(self, options=None):
+            assert options is given
+            return super().step()
+
+    class ByHand(TwoOptimizers):
+        def configure_optimizers(self):
+            return Takes(self.parameters(), 0.1)
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            self.manual_backward(TinyLM.training_step(self, batch, batch_idx))
+            optimizer.step(given)
+
+    fit(ByHand(), [NonFiniteGuard("skip"), QKWeightDecay(0.1)])
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

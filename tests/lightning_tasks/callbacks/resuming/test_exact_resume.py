@@ -241,6 +241,10 @@ def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
         ("finetuning", {"trains": {}}),
         ("finetuning", {"trains": {"weight": "yes"}, "tracks": {}}),
         ("lost_gradients", "two"),
+        ("open_batch", 1.0),
+        ("metrics", [{"val": 1.0}]),
+        ("logged", [{"training_step.loss": {"value": 1.0}}]),
+        ("another", True),
     ],
 )
 def test_a_checkpoint_whose_entry_is_of_another_kind_is_refused(tmp_path, name, value):
@@ -248,7 +252,8 @@ def test_a_checkpoint_whose_entry_is_of_another_kind_is_refused(tmp_path, name, 
     with pytest.raises(Killed):
         fitted(package, tmp_path, module_of(package, True, 2), 2)
     (saved,) = tmp_path.glob("*.ckpt")
-    torch.save(torch.load(saved, weights_only=True) | {name: value}, saved)
+    content = torch.load(saved, weights_only=True)
+    torch.save(content | {"attnswap_resume": content["attnswap_resume"] | {name: value}}, saved)
     with pytest.raises(ValueError, match=f"the checkpoint's {name} are none that attnswap saves, but .*--init_from"):
         fitted(package, tmp_path / "resumed", module_of(package, True), 18, str(saved))
 

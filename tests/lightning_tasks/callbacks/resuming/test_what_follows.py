@@ -131,4 +131,56 @@ def test_numbers_of_ones_own_among_the_metrics_are_saved(tmp_path):
 
     with pytest.raises(ValueError, match="could not convert"):  # of Notes, at the end of an epoch
         steps()
-    assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["metrics"][0]["own"] == 0.5
+    assert torch.load(tmp_path / "step=4.ckpt", weights_only=True)["attnswap_resume"]["metrics"][0]["own"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [Own, OwnTask])
+def test_entries_of_ones_own_in_a_checkpoint_are_nobody_elses(tmp_path, kind):
+    class Saves(kind):
+        def on_save_checkpoint(self, checkpoint):
+            super().on_save_checkpoint(checkpoint)
+            checkpoint |= {"metrics": {"best": 0.5}, "logged": 3, "finetuning": "none"}
+
+    assert same_when_resumed(lambda: Saves("val"), tmp_path, IN_VALIDATION) == 4
+
+
+@pytest.mark.parametrize("at", [4, 6, 12])
+def test_a_trainer_that_has_fitted_before_goes_on_as_a_new_one(tmp_path, at):
+    ends, *whole = fit(Own(), tmp_path, {"every_n_train_steps": 2})
+    module, notes = Own(), Notes()
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[notes, ExactResume()], **quiet)
+    trainer.fit(Own())
+    notes.ends.clear()
+    trainer.fit(module, ckpt_path=str(tmp_path / f"step={at}.ckpt"))
+    assert notes.ends == ends[len(ends) - len(notes.ends) :]
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in whole[1].items())
+    assert (
+        not {"advance", "on_advance_start", "run"} & (vars(trainer.fit_loop) | vars(trainer.fit_loop.epoch_loop)).keys()
+    )
+
+
+def test_epochs_that_the_module_ends_itself_end_once(tmp_path):
+    class Ends(Own):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 4 else None
+
+    assert same_when_resumed(Ends, tmp_path, END_OF_EPOCH) == 4
+
+
+@pytest.mark.parametrize("at", [6, 12])
+def test_behind_a_checkpoint_of_lightning_alone_the_next_epoch_starts(tmp_path, at):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    keep = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=6)
+    Trainer(max_epochs=2, accelerator="cpu", callbacks=[keep], **quiet).fit(Own())
+
+    class Starts(Callback):
+        epochs = ()
+
+        def on_train_epoch_start(self, trainer, module):
+            self.epochs += (trainer.current_epoch,)
+
+    starts = Starts()
+    run = Trainer(max_epochs=4, accelerator="cpu", callbacks=[starts, ExactResume()], **quiet)
+    run.fit(Own(), ckpt_path=str(tmp_path / f"step={at}.ckpt"))
+    assert starts.epochs == tuple(range(at // 6, 4))
