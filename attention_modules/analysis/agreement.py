@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention_modules.masks import visible
 from attention_modules.precision import to_float64
 
 
@@ -38,7 +39,10 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
 
 
 def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens count by the ``attention_mask`` ``[B, N]`` of a call, boolean; None where it has no such mask.
+    """Which tokens count by the ``attention_mask`` of a call, boolean ``[B, N]``; None where it has none that says so.
+
+    It is ``[B, N]``, or ``[B, 1, N, M]`` (a mapping of such, too), whose columns beyond N are hidden: what no row sees
+    does not count.
 
     Of an encoder-decoder model all count: the mask is of one of its sequences alone. Where a model of sound makes
     frames of samples, it is asked which frames count.
@@ -50,6 +54,12 @@ def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except TypeError:  # the call itself will say what it does not take
         given = dict(kwargs)
     mask = given.get("attention_mask")
+    if isinstance(mask, Mapping):  # of layers with a window and without
+        mask = next(iter(mask.values()), None)
+    if isinstance(mask, Tensor) and mask.ndim == 4:
+        seen = visible(mask).flatten(1, 2).any(1)
+        seen, beyond = seen[:, : mask.shape[-2]], seen[:, mask.shape[-2] :]  # empty places of a static cache
+        return None if bool(beyond.any()) else seen
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     if (of_frames := getattr(model, "_get_feature_vector_attention_mask", None)) is not None:

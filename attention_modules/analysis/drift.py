@@ -25,6 +25,7 @@ from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Selector, survey
+from attention_modules.hosts.model.inputs import copied_arguments
 from attention_modules.hosts.trained import forget_made
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import Mechanism
@@ -134,7 +135,8 @@ def swap_drift(
 
     Raises:
         AttentionSwapError, ValueError, TypeError: as :func:`~attention_modules.swap_attention`.
-        ValueError: if there is no batch, it is a tuple that may be one or several, or a layer is not called.
+        ValueError: if there is no batch, it is a tuple that may be one or several, it cannot be copied for each of the
+            calls, or a layer is not called.
         TypeError: if no output is found in what the model returns.
 
     Example:
@@ -157,7 +159,11 @@ def swap_drift(
     alone = {
         name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
     }
-    call = run or _call
+    on_batch = run or _call
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        return on_batch(model, copied_arguments(batch))  # as a call adds to a cache
+
     sums = {name: _LayerSums() for name in names}
     whole: AgreementSums | None = None
     outputs: dict[str, AgreementSums] = {}

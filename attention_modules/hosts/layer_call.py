@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Host
 from attention_modules.hosts.discovery import host_of
+from attention_modules.hosts.model.inputs import CACHES, continues, copied_arguments, named
 from attention_modules.hosts.torch import same_view
+from attention_modules.masks import visible
 from attention_modules.sharing import Link
 
-# Arguments that hold keys and values of earlier tokens: a second call would add to them.
-CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
 # Arguments that hold the tokens that are attended to.
 _ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
 # Arguments that hold rotary embeddings [..., N, d]: their last dimension has no tokens, whatever its size.
@@ -68,8 +68,9 @@ class LayerCall:
             host: that of the layer, where it is known.
 
         Raises:
-            ValueError: if the first tensor among the arguments is no sequence of tokens, or keys or values come from
-                another tensor: they may depend on it all the same, and held they would leave another quantity.
+            ValueError: if the first tensor among the arguments is no sequence of tokens, keys or values come from
+                another tensor (they may depend on it all the same, and held they would leave another quantity), the
+                layer continues from a cache that holds tokens, or an argument cannot be copied.
         """
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         if given is not None and given.is_nested:
@@ -86,22 +87,32 @@ class LayerCall:
                     f"its {name} {tuple(value.shape)} is another tensor than its input {tuple(given.shape)} (reduced "
                     "keys, or cross-attention), so that it is no function of its input alone"
                 )
+        if continues(module, args, kwargs):
+            raise ValueError(
+                "it continues from a key-value cache, so that it is no function of its input alone: call it with an "
+                "empty cache, or without one (use_cache=False)"
+            )
+        by_name = named(module, args, kwargs)
         host = host_of(module) if host is None else host
         batch_first = bool(getattr(module, "batch_first", True)) if host is None else host.batch_first(module)
         x = given if batch_first else given.transpose(0, 1)
         batch, tokens, _ = x.shape
         samples, kept = min(batch, num_samples or batch), min(tokens, max_tokens or tokens)
         dtype = torch.promote_types(x.dtype, torch.float32)
+        has_cache = any(hasattr(value, "get_seq_length") for value in by_name.values())
+        with_places = {value.shape[-1] for value in by_name.values() if has_cache and _has_places(value, tokens)}
 
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, Tensor) and same_view(value, given):
                 return _HOLE
-            if name in CACHES:
+            if name in CACHES or hasattr(value, "get_seq_length"):
                 return None
             if isinstance(value, (tuple, list)):
                 return type(value)(cut(name, part) for part in value)
             if not isinstance(value, Tensor):
-                return value
+                return copied_arguments(value)
+            if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
+                value = value[..., :tokens]
             value = _cut_mask(name, value, (batch, samples), (tokens, kept), num_heads)
             return _own(value.to(dtype) if value.is_floating_point() else value)
 
@@ -109,7 +120,10 @@ class LayerCall:
         link: Link | None = getattr(module, "link", None)
         others = {} if link is None else {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in link.given().items()}
         own = _own(x[:samples, :kept].to(dtype))
-        return cls(module, own, tokens, [cut("", value) for value in args], names, others, batch_first)
+        places = [name for name in by_name if name not in kwargs]
+        places = places if len(places) == len(args) else [""] * len(args)
+        given_args = [cut(name, value) for name, value in zip(places, args, strict=True)]
+        return cls(module, own, tokens, given_args, names, others, batch_first)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = x if self.batch_first else x.transpose(0, 1)
@@ -117,8 +131,8 @@ class LayerCall:
             name: tensor.detach().to(x.dtype) if tensor.is_floating_point() else tensor
             for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers())
         }
-        args = tuple(inner if value is _HOLE else value for value in self.args)
-        kwargs = {name: inner if value is _HOLE else value for name, value in self.kwargs.items()}
+        args = tuple(inner if value is _HOLE else _of_this_call(value) for value in self.args)
+        kwargs = {name: inner if value is _HOLE else _of_this_call(value) for name, value in self.kwargs.items()}
         link: Link | None = getattr(self.module, "link", None)
         others = {at: value.to(x.dtype) for at, value in self.others.items()}
         try:
@@ -140,10 +154,22 @@ def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
 
 
+def _of_this_call(value: Any) -> Any:
+    """Tensors as they are; of any other object, which the layer may change, a copy."""
+    return value if isinstance(value, Tensor) else copied_arguments(value)
+
+
 def _own(value: Tensor) -> Tensor:
     """A copy that gradients may be taken through; validation runs in inference mode."""
     with torch.inference_mode(False):
         return value.detach().clone()
+
+
+def _has_places(value: Any, tokens: int) -> bool:
+    """Whether it is a mask ``[B, ..., N, M]`` of the tokens and of empty places of a cache behind them, all hidden."""
+    if not isinstance(value, Tensor) or value.dim() != 4 or value.shape[-1] <= tokens:
+        return False
+    return not bool(visible(value[..., tokens:]).any())
 
 
 def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[int, int], heads: int | None) -> Tensor:

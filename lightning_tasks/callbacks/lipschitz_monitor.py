@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
+from attention_modules.hosts.model.inputs import continues
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
 from attention_modules.mechanisms.shared.options import check_integer, check_number
@@ -41,7 +42,8 @@ class LipschitzMonitor(LayerObserver):
     layer's own input, with its own mask), ``val/lipschitz_residual/layer_00`` the largest relative residual of any of
     them; what has not converged is an estimate from below, and warned of, once a layer. Where a layer's input, output
     or Jacobian holds NaN or infinite numbers, that is warned of once, and nothing logged of it. The layer's number is
-    its place among all self-attention layers of the model, whichever are chosen. Definitions:
+    its place among all self-attention layers of the model, whichever are chosen. A call that continues from a key-value
+    cache is passed by: of a generation, the prompt is looked at. Definitions:
     :func:`attention_modules.analysis.local_lipschitz`.
 
     The sanity check of a fit tries one iteration of each layer and logs nothing, so that a layer of which this cannot
@@ -164,7 +166,8 @@ class LipschitzMonitor(LayerObserver):
         sums: Any = trainer.strategy.reduce(own[:, 1:], reduce_op="sum")
         for layer, residual, (total, samples, calls, bad) in zip(layers, largest, sums.tolist(), strict=True):
             if not calls:
-                self._warn(layer.name, "uncalled", "it was not called on its own in the first batch, and is not logged")
+                text = "it was not called on its own in the first batch (or with a full cache alone), and is not logged"
+                self._warn(layer.name, "uncalled", text)
             elif bad:
                 text = "in the first batch its input, output or Jacobian holds NaN or infinite numbers"
                 self._warn(layer.name, "finite", f"{text}, and nothing is logged of it")
@@ -206,7 +209,7 @@ class LipschitzMonitor(LayerObserver):
     def _observe(
         self, index: int, layer: AttentionLayer, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if index not in self._calls:
+        if index not in self._calls and not continues(module, args, kwargs):
             take = partial(LayerCall.of, module, args, kwargs, layer.spec.num_heads, self.num_samples, host=layer.host)
             try:
                 call = take(max_tokens=self.max_tokens)

@@ -45,9 +45,9 @@ from attention_modules.hosts.huggingface.queries import query_path
 from attention_modules.hosts.huggingface.saving import attach_saving
 from attention_modules.hosts.huggingface.source import InterfaceCall, calls_interface, interface_call
 from attention_modules.hosts.huggingface.states import STATE, attach_states, state_layer
-from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.limits import SHIFTED, Limits
 from attention_modules.hosts.model.heads import fan_out, held_here, mesh_of, spread_refusal
+from attention_modules.hosts.model.inputs import CACHES
 from attention_modules.hosts.query import QueryPart, query_parts
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec

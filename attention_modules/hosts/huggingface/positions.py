@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.huggingface.columns import check_positions
-from attention_modules.hosts.layer_call import CACHES
+from attention_modules.hosts.model.inputs import CACHES
 
 # Of a model that checks its positions: the mechanism's name, whether distances will do, and what _source() gives.
 _COUNTS = "attnswap_counts"

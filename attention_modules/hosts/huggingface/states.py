@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from attention_modules.base import State
 from attention_modules.hosts.base import Swapped, acting_mechanism
-from attention_modules.hosts.layer_call import CACHES
 from attention_modules.hosts.model.attached import attach, is_of_transformers
+from attention_modules.hosts.model.inputs import CACHES
 from attention_modules.masks import visible
 
 STATE = "attnswap_state"  # by which a layer hands the cache's object for it to our attention function
@@ -254,7 +254,9 @@ def _read(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """What a mask says of new tokens and how many earlier ones are seen; once for all layers that are handed it."""
     # A static cache may be given one mask at several places.
-    kept = first is None and not torch.compiler.is_compiling() and not mask.is_inference()
+    # What is made in inference mode is of no use to a later call with gradients.
+    kept = first is None and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled()
+    kept = kept and not mask.is_inference()
     known = getattr(mask, _READ, None) if kept else None
     if known is not None and known[0] is positions and known[1] == (number, mask._version, len(seen)):
         return known[2]

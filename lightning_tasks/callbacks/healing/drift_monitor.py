@@ -24,9 +24,10 @@ from attention_modules.analysis.agreement import (
 )
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
+from attention_modules.hosts.model.inputs import continues, copied_arguments
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, as_it_is, swapped_layers
+from lightning_tasks.callbacks.healing.teacher import Given, Lesson, Teacher, as_it_is, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
@@ -41,12 +42,14 @@ class DriftMonitor(Callback):
 
     The model with the attention that it had is the teacher, kept with a copy of its weights when a trainer with this
     callback first starts: what trained the swapped model before that has trained the teacher too. On the first
-    batch of each validation (also of ``trainer.validate``) it is shown what the model is called with.
+    batch of each validation (also of ``trainer.validate``) it is shown what the model is first called with. A call
+    that continues from a key-value cache is passed by, as the teacher has other keys: of a generation, the prompt
+    counts.
     ``val/drift/relative_error/layer_00`` is ‖student - teacher‖ / ‖teacher‖ of a layer's output where the student's
     layer is given the teacher's input, ``mean`` the mean of the layers; ``val/drift/output_error`` the same of the
     network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
-    logit is of one class. Tokens that an ``attention_mask`` ``[B, N]`` of the call hides do not count; all tokens of
+    logit is of one class. Tokens that an ``attention_mask`` of the call hides from all do not count; all tokens of
     an encoder-decoder model do. The two passes that it costs are in eval mode, draw nothing at random, and change
     nothing. Forward hooks of yours on the model see its second pass.
 
@@ -79,6 +82,7 @@ class DriftMonitor(Callback):
         self._module: ReferenceType[pl.LightningModule] | None = None  # whose teacher it is
         self._seeing = ExitStack()
         self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
+        self._continued = False  # whether a call was passed by, as it began with a full cache
         self._sums = EpochSums()
         self._told = False  # of layers without a map
         self._is_new = False  # whether the teacher was kept for the run that begins
@@ -171,13 +175,24 @@ class DriftMonitor(Callback):
             return
         self._forget()
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if self._seen is None:
-                self._seen = as_it_is((args, kwargs, output))  # a step may change its output in place
+        given: list[Given] = []  # before the call, which fills caches
+
+        def keep_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.clear()
+            if self._seen is None and continues(module, args, kwargs):
+                self._continued = True
+            elif self._seen is None:
+                given.append(copied_arguments((args, kwargs)))
+
+        def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if given:
+                self._seen = (*given.pop(), as_it_is(output))  # a step may change its output in place
 
         self._seeing.enter_context(eager())
         network = pl_module.get_submodule(self.teacher.name)
-        self._seeing.callback(network.register_forward_hook(keep, with_kwargs=True).remove)
+        add = self._seeing.callback
+        add(network.register_forward_pre_hook(keep_arguments, with_kwargs=True, prepend=True).remove)
+        add(network.register_forward_hook(keep_output).remove)
 
     @torch.no_grad()
     def on_validation_batch_end(
@@ -192,6 +207,12 @@ class DriftMonitor(Callback):
         if batch_idx or dataloader_idx or trainer.sanity_checking or self.teacher is None:
             return
         seen, teacher = self._seen, self.teacher
+        if seen is None and self._continued:
+            raise ValueError(
+                f"{type(self).__name__}: each call of {teacher.name!r} in validation_step continues from a key-value "
+                "cache, of whose tokens the teacher has other keys: begin with an empty cache, or without one "
+                "(use_cache=False), on the first batch"
+            )
         if seen is None:
             raise ValueError(
                 f"{type(self).__name__}: validation_step does not call {teacher.name!r}, whose output is compared; "
@@ -258,7 +279,7 @@ class DriftMonitor(Callback):
 
     def _forget(self) -> None:
         self._seeing.close()
-        self._seen = None
+        self._seen, self._continued = None, False
 
 
 def _mechanisms(names: Iterable[str]) -> bool:

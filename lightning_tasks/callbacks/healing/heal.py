@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from attention_modules import AttentionMechanism
 from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares
 from attention_modules.hosts.base import acting_mechanism
+from attention_modules.hosts.model.inputs import continues
 from lightning_tasks.callbacks.base import check_step_hooks, is_strategy
 from lightning_tasks.callbacks.healing.anneal import Anneal
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
@@ -61,7 +62,8 @@ class Heal(DriftMonitor):
         TypeError, ValueError: if a stage or a number is not as said; when a trainer starts, as :class:`DriftMonitor`,
             if the module optimizes by hand, ``train`` leaves nothing to train, an optimizer calls no hooks of steps
             where ``lr_scale`` is given, or the strategy is DDP and does not look for unused Parameters; in a training
-            step, if the network is not called, or layers are matched and it is called twice.
+            step, if the network is not called or continues from a key-value cache, or layers are matched and it is
+            called twice.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -265,6 +267,11 @@ class Heal(DriftMonitor):
                         "Heal: the network runs without gradients (reentrant activation checkpointing, or no_grad); "
                         "checkpoint with use_reentrant=False"
                     )
+            if continues(module, args, kwargs):
+                raise ValueError(
+                    "Heal: training_step calls the network with a key-value cache that holds tokens, of which the "
+                    "teacher has other keys: pass whole sequences, with use_cache=False"
+                )
             self._lessons.append((teacher.show(args, kwargs), None))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

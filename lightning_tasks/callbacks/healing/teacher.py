@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
+from attention_modules.hosts.model.inputs import copied_arguments
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import encoders_around, let_get_nested, same_view
 from attention_modules.hosts.trained import forget_made
@@ -108,7 +109,8 @@ class Teacher:
 
     @torch.no_grad()
     def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lesson:
-        """Run it on what the student is called with."""
+        """Run it on a copy of what the student is called with."""
+        args, kwargs = copied_arguments((args, dict(kwargs)))
         inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
         maps: dict[str, Tensor] = {}
@@ -232,9 +234,10 @@ class Lesson:
 
         Args:
             network: the student.
-            args, kwargs: what it is called with.
+            args, kwargs: what it is called with, of which it is given a copy.
             without: takes the layers that have no map to compare, and why.
         """
+        args, kwargs = copied_arguments((args, dict(kwargs)))
         compared: dict[str, tuple[Tensor, Tensor]] = {}
         maps: dict[str, tuple[Tensor, Tensor]] = {}
 

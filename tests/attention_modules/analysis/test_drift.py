@@ -290,3 +290,34 @@ def test_the_entropy_of_calls_that_continue_from_a_cache_is_that_of_all_rows_or_
         assert found.entropy_before == pytest.approx(wanted.entropy_before, rel=1e-4)
         after = wanted.entropy_after if mechanism == "sink" else math.nan
         assert found.entropy_after == pytest.approx(after, rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sink", "window"])
+@pytest.mark.parametrize("by_run", [False, True])
+def test_a_cache_among_the_inputs_is_copied_for_each_call(mechanism, by_run):
+    """The witness: the same without a cache."""
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=20, **sizes, initializer_range=0.3))
+    tokens, cache = torch.randint(20, (2, 5)), transformers.DynamicCache()
+    run = (lambda model, batch: model(**batch)) if by_run else None
+    wanted = swap_drift(model, mechanism, {"input_ids": tokens, "use_cache": False})
+    found = swap_drift(model, mechanism, {"input_ids": tokens, "past_key_values": cache}, run=run)
+    assert cache.get_seq_length() == 0
+    for row, other in zip(found.layers, wanted.layers, strict=True):
+        assert row.relative_error == pytest.approx(other.relative_error, rel=1e-4, abs=1e-6)
+        assert row.output.relative_error == pytest.approx(other.output.relative_error, rel=1e-4, abs=1e-6)
+    assert found.output.relative_error == pytest.approx(wanted.output.relative_error, rel=1e-4, abs=1e-6)
+
+
+def test_a_mask_of_rows_says_which_tokens_count():
+    padding = torch.tensor([[False, True, True], [True, True, True]])
+    rows = (torch.ones(3, 3, dtype=torch.bool).tril() & padding[:, None])[:, None]
+    places = functional.pad(rows, (0, 2))
+    additive = torch.zeros(2, 1, 3, 5).masked_fill(~places, torch.finfo(torch.float32).min)
+    for mask in (padding, rows, places, additive, {"full_attention": additive, "sliding_attention": rows}):
+        found = counting(nn.Identity(), (), {"attention_mask": mask})
+        assert torch.equal(found, padding)
+    earlier = functional.pad(rows, (2, 0), value=True)  # of two tokens in a cache
+    assert counting(nn.Identity(), (), {"attention_mask": earlier}) is None

@@ -1,5 +1,7 @@
 """LipschitzMonitor logs what local_lipschitz finds at the layer's own input."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -443,3 +445,115 @@ def test_hooks_of_users_do_not_see_its_calls(tmp_path):
         trainer(tmp_path, *callbacks).validate(module, batches(2), verbose=False)
         counts.append(len(seen))
     assert counts[0] == counts[1] > 0
+
+
+def generating(name, mechanism, **how):
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    short = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+    kinds = {
+        "llama": ("LlamaForCausalLM", {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}),
+        "cohere2": ("Cohere2ForCausalLM", {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}),
+        "t5": ("T5ForConditionalGeneration", {"d_model": 16, "d_kv": 4, "d_ff": 8, "num_layers": 2, "num_heads": 4}),
+        "bart": ("BartForConditionalGeneration", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2}),
+    }
+    kind, sizes = kinds[name]
+    if name in ("llama", "cohere2"):
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    if name == "bart":
+        sizes |= {f"{part}_{what}": 4 for part in ("encoder", "decoder") for what in ("attention_heads", "ffn_dim")}
+    if name in ("t5", "bart"):
+        sizes |= {"decoder_start_token_id": 0}
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(getattr(transformers, kind).config_class(**short, **sizes)).eval()
+    if mechanism is not None:
+        swap_attention(model, mechanism)
+    return Generating(model, how)
+
+
+class Generating(pl.LightningModule):
+    def __init__(self, model, how):
+        super().__init__()
+        self.model, self.how = model, how
+
+    def validation_step(self, batch, batch_idx):
+        mask = torch.ones_like(batch)
+        mask[0, :2] = 0
+        self.out = self.model.generate(batch, attention_mask=mask, max_new_tokens=4, do_sample=False, **self.how)
+
+
+@each_row(
+    ("name", "mechanism"),
+    [
+        *(("llama", each) for each in (None, "sink", "gated_delta")),
+        *(("cohere2", each) for each in (None, "softmax", "forgetting", "gated_delta")),
+        *(("t5", each) for each in (None, "softmax")),
+        *(("bart", each) for each in (None, "sink")),
+    ],
+)
+@pytest.mark.parametrize("max_tokens", [3, None])
+def test_the_prompt_of_a_generation_with_a_cache_is_looked_at_without_it(tmp_path, name, mechanism, max_tokens):
+    """The witness: the same generation with use_cache=False, and its tokens without the monitor."""
+    tokens = DataLoader(torch.randint(2, 40, (3, 6), generator=torch.Generator().manual_seed(3)), 3)
+    found = []
+    for how in ({"use_cache": False}, {}, {"cache_implementation": "static", "disable_compile": True}):
+        module, alone = generating(name, mechanism, **how), generating(name, mechanism, **how)
+        run = trainer(tmp_path, LipschitzMonitor(max_tokens=max_tokens))
+        run.validate(module, tokens, verbose=False)
+        trainer(tmp_path).validate(alone, tokens, verbose=False)
+        assert torch.equal(module.out, alone.out)
+        found.append({key: value.item() for key, value in run.callback_metrics.items()})
+    assert len(found[0]) >= 4
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-3, abs=1e-6)
+
+
+def test_a_layer_that_continues_from_a_full_cache_alone_is_said(tmp_path):
+    class Continuing(Generating):
+        def validation_step(self, batch, batch_idx):
+            model = self.model.model
+            past = self.past
+            model(batch[0], past_key_values=past)
+
+    module = Continuing(generating("llama", "sink").model, {})
+    with torch.no_grad():
+        module.past = module.model(torch.ones(4, 2, dtype=torch.long)).past_key_values
+    run = trainer(tmp_path, LipschitzMonitor())
+    with pytest.warns(UserWarning, match="not called on its own in the first batch .or with a full cache alone"):
+        run.validate(module, batches(1, 4), verbose=False)
+    assert not run.callback_metrics
+    assert module.past.get_seq_length() == 8
+    given = {"hidden_states": torch.ones(4, 1, 16), "past_key_values": module.past}
+    with pytest.raises(ValueError, match="it continues from a key-value cache"):
+        LayerCall.of(module.model.model.layers[0].self_attn, (), given)
+
+
+class Remembering(Joint):
+    """Keeps what it is given in an object of its caller's, and attends to that, too."""
+
+    def forward(self, x, memory=None):
+        if memory is not None:
+            memory.calls.append(x.detach().clone())
+            x = torch.cat([*memory.calls[:-1], x], 1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_object_that_a_layer_writes_is_copied_for_each_call(tmp_path, by_name):
+    """The witness: the layer without it."""
+
+    class Owner(Own):
+        def __init__(self, remembers):
+            super().__init__(Remembering, "softmax")
+            self.memory = SimpleNamespace(calls=[]) if remembers else None
+
+        def forward(self, x, memory=None):
+            return self.attention(x, memory=memory) if by_name else self.attention(x, memory)
+
+        def validation_step(self, batch, batch_idx):
+            self(torch.cat([batch[0], batch[0].sin()], -1), self.memory)
+
+    options = {"num_samples": 6, "tol": 1e-4, "max_iter": 50}
+    module = Owner(True)
+    found, wanted = validate(module, tmp_path, **options), validate(Owner(False), tmp_path, **options)
+    assert len(module.memory.calls) == 2  # one for each batch
+    torch.testing.assert_close(found["val/lipschitz/layer_00"], wanted["val/lipschitz/layer_00"], rtol=1e-3, atol=0)
