@@ -33,8 +33,16 @@ class _Clones(TorchFunctionMode):
         with suppress(NotImplementedError, RuntimeError):  # of one without memory of its own: sparse, nested, meta
             key = tensor.data_ptr() or key, tensor.dtype, tensor.shape, tensor.stride()
         if key not in self._own:
-            self._own[key] = tensor.clone()
+            self._own[key] = clone_of(tensor)
         return self._own[key]
+
+
+def clone_of(tensor: Tensor) -> Tensor:
+    """A clone with the attributes that make a tensor what it is: PyTorch's causal biases hold nothing else."""
+    clone = tensor.clone()
+    for name, value in vars(tensor).items():
+        vars(clone).setdefault(name, value)
+    return clone
 
 
 def copied_arguments(values: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
-from attention_modules.hosts.model.inputs import copied_arguments
+from attention_modules.hosts.model.inputs import clone_of, copied_arguments
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import encoders_around, let_get_nested, same_view
 from attention_modules.hosts.trained import forget_made
@@ -146,7 +146,7 @@ def as_it_is(values: Any) -> Any:
     def kept(tensor: Tensor) -> Tensor:
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
         if key not in own:
-            own[key] = tensor.clone()
+            own[key] = clone_of(tensor)
         return own[key]
 
     return tree_map_only(Tensor, kept, values)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from attention_modules.hosts.model.inputs import continues, copied_arguments
 from tests.rows import each_row
@@ -30,6 +32,12 @@ def test_copies_hold_the_same_values_apart_and_what_is_one_is_one():
     found["cache"].keys.append(x)
     assert len(given["cache"].keys) == 1
     assert (given["cache"].keys[0] == 0).all()
+
+
+def test_a_causal_bias_stays_one():
+    bias, x = causal_lower_right(2, 3), torch.randn(1, 1, 3, 4)
+    found = scaled_dot_product_attention(x[..., 1:, :], x, x, attn_mask=copied_arguments({"mask": bias})["mask"])
+    torch.testing.assert_close(found, scaled_dot_product_attention(x[..., 1:, :], x, x, attn_mask=bias))
 
 
 def test_what_cannot_be_copied_is_refused():
