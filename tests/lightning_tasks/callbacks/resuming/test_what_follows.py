@@ -148,7 +148,7 @@ def test_entries_of_ones_own_in_a_checkpoint_are_nobody_elses(tmp_path, kind):
 def test_a_trainer_that_has_fitted_before_goes_on_as_a_new_one(tmp_path, at):
     ends, *whole = fit(Own(), tmp_path, {"every_n_train_steps": 2})
     module, notes = Own(), Notes()
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = Trainer(max_epochs=4, accelerator="cpu", callbacks=[notes, ExactResume()], **quiet)
     trainer.fit(Own())
     notes.ends.clear()
@@ -181,6 +181,8 @@ def test_behind_a_checkpoint_of_lightning_alone_the_next_epoch_starts(tmp_path, 
             self.epochs += (trainer.current_epoch,)
 
     starts = Starts()
-    run = Trainer(max_epochs=4, accelerator="cpu", callbacks=[starts, ExactResume()], **quiet)
+    run = Trainer(
+        max_epochs=4, accelerator="cpu", callbacks=[starts, ExactResume()], enable_checkpointing=False, **quiet
+    )
     run.fit(Own(), ckpt_path=str(tmp_path / f"step={at}.ckpt"))
     assert starts.epochs == tuple(range(at // 6, 4))
