@@ -278,7 +278,7 @@ class TensorMechanism(AttentionMechanism):
 
 
 def queries_of(mechanism: AttentionMechanism, q: Tensor, k: Tensor) -> Tensor:
-    """The queries of a call: where it uses none, its keys, or those of the new tokens where a cache holds more."""
+    """The queries of a call: where it uses none, its keys. Where a cache has more of them, ``q`` holds the new ones."""
     return q if mechanism.uses_query or q.shape[-2] < k.shape[-2] else k
 
 

@@ -150,7 +150,6 @@ def behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[
     Returns:
         What the pre-hook returns.
     """
-    place = "closure" if "closure" in kwargs else 1
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         act()
@@ -161,7 +160,7 @@ def behind_closure(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[
         act()
         return loss
 
-    if place == "closure":
+    if "closure" in kwargs:
         return args, {**kwargs, "closure": then_act}
     return (args[0], then_act, *args[2:]), kwargs
 

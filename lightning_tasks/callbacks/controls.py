@@ -28,6 +28,7 @@ from lightning_tasks.callbacks.base import (
 )
 from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.stabilizers.qk_clip import QKClip
+from lightning_tasks.runs.loggers import current_step
 from lightning_tasks.training.limits import check_layer_choice
 
 
@@ -120,25 +121,31 @@ class QKWeightDecay(_QKControl):
         super().__init__(where, layers, exclude)
         self.weight_decay = check_number("weight_decay", weight_decay, 0.0)
         self.fade_steps = None if fade_steps is None else check_integer("fade_steps", fade_steps, 1)
-        self._steps: dict[int, int] = {}  # how deep each optimizer is in its step, which may call another's
-        self._done: set[int] = set()  # those that have decayed in this step
+        self._done: set[int] = set()  # optimizers that have decayed in this step
         self._taken: dict[int, int] = {}  # steps by the place of their optimizer
 
+    @property
+    def state_key(self) -> str:
+        """Which layers it acts on, so that several in one trainer can be resumed."""
+        return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
+
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, of each optimizer, where they count."""
-        return {} if self.fade_steps is None else {"taken": dict(self._taken)}
+        """Steps taken, of each optimizer."""
+        return {"taken": self._taken}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._taken = {int(place): int(count) for place, count in state_dict.get("taken", {}).items()}
+        self._taken = {int(place): int(count) for place, count in state_dict["taken"].items()}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._taken = {}
+        if stage == "fit":
+            self._taken = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         decayed = {id(parameter) for parameter, _ in self._entries}
         holding = (each for each in trainer.optimizers if decayed & held_parameters([each]).keys())
         check_step_hooks("QKWeightDecay", holding)
+        self._taken = dict.fromkeys(range(len(trainer.optimizers)), current_step(trainer)) | self._taken
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -151,14 +158,10 @@ class QKWeightDecay(_QKControl):
             self._hooks.callback(optimizer.register_step_post_hook(self._end).remove)
 
     def _begin(self, trainer: pl.Trainer, optimizer: Optimizer, args: Any, kwargs: Any) -> StepArguments:
-        self._steps[id(optimizer)] = self._steps.get(id(optimizer), 0) + 1
         return behind_closure(args, kwargs, partial(self._decay_once, trainer, optimizer))
 
     def _end(self, optimizer: Optimizer, *_: object) -> None:
-        self._steps[id(optimizer)] -= 1
-        if not self._steps[id(optimizer)]:
-            del self._steps[id(optimizer)]
-            self._done.discard(id(optimizer))
+        self._done.discard(id(optimizer))
 
     def _decay_once(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         if id(optimizer) not in self._done:
@@ -167,15 +170,15 @@ class QKWeightDecay(_QKControl):
 
     def _forget(self) -> None:
         super()._forget()
-        self._steps, self._done = {}, set()
+        self._done = set()
 
     @torch.no_grad()
     def _decay(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         left: float | Tensor = 1.0
         if self.fade_steps is not None:
             place = next(place for place, each in enumerate(trainer.optimizers) if each is optimizer)
-            taken = self._taken.get(place, 0)
-            left, self._taken[place] = max(0.0, 1 - taken / self.fade_steps), taken + 1
+            left = max(0.0, 1 - self._taken[place] / self.fade_steps)
+            self._taken[place] += 1
         overflow = getattr(optimizer, "found_inf", None)  # a fused optimizer leaves out steps of a scaler by itself
         if overflow is not None:
             left = left * (overflow == 0)

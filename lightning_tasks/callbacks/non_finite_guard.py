@@ -158,9 +158,8 @@ class NonFiniteGuard(Callback):
             hook.remove()
         self._hooks = []
         self._skips: Optimizer | None = None  # whose next step is left out
-        self._seen: set[int] = set()  # optimizers whose step is judged, and not yet over
-        self._depths: dict[int, int] = {}
-        self._before: dict[int, Any] = {}  # settings, before a step that is left out
+        self._seen: set[int] = set()  # optimizers whose gradients are judged for the step that comes
+        self._before: dict[int, Any] = {}  # settings, before the last step, if that is left out
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing of a run in which nothing was skipped."""
@@ -206,6 +205,7 @@ class NonFiniteGuard(Callback):
             self._window = _Window()
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Any) -> None:
+        self._seen.clear()  # as of a step that ended in an error
         if self._sample is not None:
             self._sample.losses.append(loss.detach().sum())  # a scalar, unless the module gave its gradient
 
@@ -215,6 +215,7 @@ class NonFiniteGuard(Callback):
         """Judge a step, and skip it or stop; steps of optimizers that Lightning does not wrap come here, too."""
         self._skips = None
         self._seen.add(id(optimizer))
+        self._before.pop(id(optimizer), None)
         if self._sample is None:
             return
         self._settle(trainer, pl_module)
@@ -233,7 +234,6 @@ class NonFiniteGuard(Callback):
     def _before_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer, args: Any, kwargs: Any
     ) -> StepArguments:
-        self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1  # a step may call that of its base class
         return behind_closure(args, kwargs, partial(self._reach, trainer, pl_module, optimizer))
 
     def _reach(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer) -> None:
@@ -242,14 +242,12 @@ class NonFiniteGuard(Callback):
             self.on_before_optimizer_step(trainer, pl_module, optimizer)
         if self._skips is optimizer:  # some count their steps in their groups, with or without gradients
             self._skips = None
-            self._before.setdefault(id(optimizer), _settings(optimizer))
+            self._before[id(optimizer)] = _settings(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 1) - 1
-        if depth == 0:
-            self._seen.discard(id(optimizer))
-            if (before := self._before.pop(id(optimizer), None)) is not None:
-                _put_back(before, optimizer)
+        self._seen.discard(id(optimizer))
+        if (before := self._before.get(id(optimizer))) is not None:  # for the step of a base class, and the one around
+            _put_back(before, optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

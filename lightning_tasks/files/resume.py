@@ -126,8 +126,8 @@ class _Resumed:
     def run(self) -> None:
         loop, of_epoch, trainer = self.loop, self.of_epoch, self.trainer
         del loop.run
-        if _of_kind(trainer, "BaseFinetuning"):
-            self._let_train(self.kept.get("finetuning", {"trains": {}, "tracks": {}}))
+        if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
+            self._let_train(before)
         loop._combined_loader = None
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))

@@ -261,6 +261,27 @@ def test_another_optimizers_steps_count_for_no_fading():
     assert (module.layer.in_proj_weight.detach()[:16] / before).median().item() == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_fade_goes_on_in_a_resumed_run_and_in_a_used_trainer(tmp_path):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+    def trainer(epochs):
+        callbacks = [QKWeightDecay(0.5, fade_steps=4), QKWeightDecay(0.0, layers=[0])]
+        return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **quiet)
+
+    data = DataLoader(torch.randn(4, 5, 8), 1)
+    module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=0.0)
+    run = trainer(1)
+    run.fit(module, data)
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    before = module.layer.in_proj_weight.detach().clone()
+    run.fit_loop.max_epochs = 2
+    run.fit(module, data)
+    assert torch.equal(module.layer.in_proj_weight, before)
+    resumed = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=0.0)
+    trainer(2).fit(resumed, data, ckpt_path=str(tmp_path / "a.ckpt"))
+    assert torch.equal(resumed.layer.in_proj_weight, before)
+
+
 def test_another_optimizer_may_step_between_a_forward_and_its_backward():
     """As in adversarial training: the discriminator steps, and the generator's loss goes back through both."""
 
