@@ -55,7 +55,7 @@ def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         given = dict(kwargs)
     mask = given.get("attention_mask")
     if isinstance(mask, Mapping):  # of layers with a window and without
-        mask = next(iter(mask.values()), None)
+        mask = next((each for each in mask.values() if isinstance(each, Tensor)), None)
     if isinstance(mask, Tensor) and mask.ndim == 4:
         seen = visible(mask).flatten(1, 2).any(1)
         seen, beyond = seen[:, : mask.shape[-2]], seen[:, mask.shape[-2] :]  # empty places of a static cache

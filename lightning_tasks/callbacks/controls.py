@@ -130,11 +130,11 @@ class QKWeightDecay(_QKControl):
         return self._generate_state_key(where=self.where, layers=self.layers, exclude=self.exclude)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, of each optimizer."""
-        return {"taken": self._taken}
+        """Steps taken, of each optimizer, where they count."""
+        return {} if self.fade_steps is None else {"taken": dict(self._taken)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._taken = {int(place): int(count) for place, count in state_dict["taken"].items()}
+        self._taken = {int(place): int(count) for place, count in state_dict.get("taken", {}).items()}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
 CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
@@ -40,20 +41,28 @@ class _Clones(TorchFunctionMode):
 def clone_of(tensor: Tensor) -> Tensor:
     """A clone with the attributes that make a tensor what it is: PyTorch's causal biases hold nothing else."""
     clone = tensor.clone()
-    for name, value in vars(tensor).items():
-        vars(clone).setdefault(name, value)
+    if type(tensor) is not Tensor:  # of a plain one, they are notes of others
+        for name, value in vars(tensor).items():
+            vars(clone).setdefault(name, value)
     return clone
 
 
 def copied_arguments(values: Any) -> Any:
     """A copy of arguments, objects such as caches among them, for a call that leaves the user's as they are.
 
+    Modules and sentinels among them stay the same.
+
     Raises:
         ValueError: if an object cannot be copied.
     """
+    memo: dict[int, Any] = {}
+
+    def copied(value: Any) -> Any:
+        return value if isinstance(value, nn.Module) or type(value) is object else copy.deepcopy(value, memo)
+
     try:
         with _Clones():
-            return copy.deepcopy(values)
+            return tree_map(copied, values, is_leaf=lambda value: not isinstance(value, (dict, list, tuple)))
     except Exception as error:  # whatever an object of somebody's own raises
         raise ValueError(
             f"an argument cannot be copied for a second call ({type(error).__name__}: {error}): call it without that, "
@@ -82,11 +91,15 @@ def _holds_tokens(value: Any, place: dict[str, int], is_cache: bool) -> bool:
     if callable(length := getattr(value, "get_seq_length", None)):
         try:
             held = bool(length(**place))
+        except TypeError:  # of a cache of somebody's own
+            held = bool(length())
         except ValueError:  # of a layer that has a state, and counts no tokens
             held = bool(value.has_previous_state())
         return held or _holds_tokens(getattr(value, "cross_attention_cache", None), place, True)
     if isinstance(value, Mapping):
         return any(_holds_tokens(each, place, is_cache or name in CACHES) for name, each in value.items())
     if isinstance(value, (tuple, list)):
-        return any(_holds_tokens(each, place, is_cache) for each in value)
-    return is_cache and isinstance(value, Tensor) and value.numel() > 0
+        tensors = (each for each in value if isinstance(each, Tensor))
+        filled = is_cache and any(each.ndim == 4 and each.numel() > 0 for each in tensors)
+        return filled or any(_holds_tokens(each, place, is_cache) for each in value)
+    return False

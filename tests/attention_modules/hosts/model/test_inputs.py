@@ -34,6 +34,14 @@ def test_copies_hold_the_same_values_apart_and_what_is_one_is_one():
     assert (given["cache"].keys[0] == 0).all()
 
 
+def test_modules_sentinels_and_what_stands_on_a_plain_tensor_are_not_copied():
+    layer, nothing, mask = nn.Linear(2, 2), object(), torch.ones(2)
+    mask.read = "before"
+    found = copied_arguments(((layer, nothing), {"mask": mask}))
+    assert found[0] == (layer, nothing)
+    assert not vars(found[1]["mask"])
+
+
 def test_a_causal_bias_stays_one():
     bias, x = causal_lower_right(2, 3), torch.randn(1, 1, 3, 4)
     found = scaled_dot_product_attention(x[..., 1:, :], x, x, attn_mask=copied_arguments({"mask": bias})["mask"])
@@ -98,6 +106,10 @@ PAIR = (torch.ones(1, 1, 2, 3), torch.ones(1, 1, 2, 3))
         (Layer, lambda: _filled(0, 1), True),
         (Layer, lambda: _static(0), False),
         (Layer, lambda: _static(0, 1), True),
+        (Layer, lambda: torch.ones(20, 16), False),  # a table by the name of a cache
+        (Layer, lambda: (torch.ones(20, 16), torch.ones(20, 16)), False),
+        (Layer, lambda: SimpleNamespace(get_seq_length=lambda: 2), True),
+        (Layer, lambda: SimpleNamespace(get_seq_length=lambda: 0), False),
     ],
 )
 def test_a_full_cache_is_told_from_an_empty_one(module, make, expected):
