@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +21,15 @@ def dropped_refusals(modules: Mapping[str, nn.Module], layers: Sequence[str]) ->
         layers: names of all attention layers among them.
     """
     reasons = {name: _drops(name, module) for name, module in modules.items()}
+    shaped = {name: taken for name, module in modules.items() if (taken := _shapes(module)) is not None}
+    around = {
+        name for name in shaped for other in shaped if other != name and other.startswith(f"{name}." * bool(name))
+    }
+    for name in shaped.keys() - around:
+        reasons[name] = (
+            f"{name or type(modules[name]).__name__} takes images of shapes of their own ({shaped[name]}), and the "
+            "mechanism counts columns: choose one that counts none"
+        )
     return {layer: why for name, why in reasons.items() if why is not None for layer in _fed_by(name, layers)}
 
 
@@ -32,8 +42,16 @@ def _drops(name: str, module: nn.Module) -> str | None:
     return None
 
 
+def _shapes(module: nn.Module) -> str | None:
+    """The argument by which a module is told the shape of each image."""
+    taken = inspect.signature(type(module).forward).parameters.keys()
+    if "grid_thw" in taken:
+        return "grid_thw"
+    return "spatial_shapes" if {"spatial_shapes", "pixel_values"} <= taken else None
+
+
 def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequence[str]) -> None:
-    """Have each convolution that cuts images check their grid, where a layer that it feeds counts columns.
+    """Have what cuts images check their grid, where a layer that it feeds counts columns.
 
     Args:
         model: whose checks are set anew.
@@ -67,14 +85,18 @@ def _counts(layer: Swapped) -> bool:
 
 
 def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
-    """How many patches an image has in each direction, where the owner of a convolution says for what size it is."""
-    size = getattr(owner, "img_size", getattr(owner, "image_size", None))
-    if not isinstance(part, nn.Conv2d) or size is None:
+    """How many patches an image has in each direction, where the owner of what cuts it says for what size it is."""
+    by_config = getattr(getattr(owner, "config", None), "image_size", None)
+    size = getattr(owner, "img_size", getattr(owner, "image_size", by_config))
+    if size is None:
         return None
     known = getattr(owner, "grid_size", None)
     if isinstance(known, Sequence):
         return tuple(known)
-    sizes = zip(size if isinstance(size, Sequence) else (size, size), part.kernel_size, part.stride, strict=True)
+    if not isinstance(part, (nn.Conv2d, nn.Conv3d)):
+        return None
+    given = [*size] if isinstance(size, Sequence) else [size, size]
+    sizes = zip(given, part.kernel_size[-2:], part.stride[-2:], strict=True)
     return tuple((pixels - width) // step + 1 for pixels, width, step in sizes)
 
 
@@ -82,13 +104,14 @@ def _is_check(hook: object) -> bool:
     return isinstance(hook, partial) and hook.func is _check_grid
 
 
-def _check_grid(mechanism: str, grid: tuple[int, ...], part: nn.Module, given: object, patches: Tensor) -> None:
+def _check_grid(mechanism: str, grid: tuple[int, ...], part: nn.Module, given: object, patches: Any) -> None:
     """Refuse as many patches in other places; another number is refused by the layers.
 
     Raises:
         RuntimeError: if the grid is another one of as many patches.
     """
-    now = tuple(patches.shape[-2:])
+    patches = patches[-1] if isinstance(patches, (list, tuple)) else patches  # of a stem with several scales
+    now = tuple(patches.shape[-2:]) if isinstance(patches, Tensor) and patches.ndim > 3 else grid
     if now != grid and math.prod(now) == math.prod(grid):
         raise RuntimeError(
             f"{mechanism} counts columns, which are patches in {grid[0]} rows of {grid[1]}, and this image has "

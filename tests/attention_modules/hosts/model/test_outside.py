@@ -1,6 +1,7 @@
 """What holds or feeds a model from outside its layers: DistributedDataParallel, and what drops its tokens."""
 
 import copy
+import inspect
 
 import pytest
 import timm
@@ -201,6 +202,36 @@ def test_as_many_patches_in_other_places_are_no_input_for_what_counts_columns(li
     restore_attention(model)
     assert not any(module._forward_hooks for module in model.modules())
     model(other, **given)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: timm.create_model("vitamin_small_224", img_size=64, dynamic_img_size=True, depth=1),
+        lambda: timm.create_model("vit_base_mci_224", img_size=64, dynamic_img_size=True, depth=1),
+        of_hugging_face("OwlViTVision"),
+        of_hugging_face("Owlv2Vision"),
+        lambda: transformers.Aimv2VisionModel(transformers.Aimv2VisionConfig(**OF_IMAGES, **OF_WIDTH, use_head=False)),
+    ],
+    ids=["vitamin", "mobileclip", "owlvit", "owlv2", "aimv2"],
+)
+def test_whatever_cuts_an_image_knows_its_grid(build):
+    model = build().eval()
+    takes = "interpolate_pos_encoding" in inspect.signature(model.forward).parameters
+    given = {"interpolate_pos_encoding": True} if takes else {}
+    swap_attention(model, "position_bias")
+    model(torch.randn(1, 3, 64, 64))
+    with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
+        model(torch.randn(1, 3, 32, 128), **given)
+
+
+def test_images_of_shapes_of_their_own_have_no_place_for_what_counts_columns():
+    sizes = {"patch_size": 4, "num_patches": 16, "vision_use_head": False}
+    model = transformers.Siglip2VisionModel(transformers.Siglip2VisionConfig(**OF_WIDTH, **sizes))
+    for mechanism, options in (("position_bias", {}), ("scaled", {"num_tokens": 16}), ("dam", {})):
+        with pytest.raises(ValueError, match=r"embeddings takes images of shapes of their own \(spatial_shapes\)"):
+            swap_attention(model, mechanism, **options)
+    swap_attention(model, "sink")
 
 
 def test_queries_join_the_tokens_of_an_eomt_between_its_layers():
