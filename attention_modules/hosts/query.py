@@ -178,7 +178,7 @@ def query_parts(
 ) -> tuple[QueryPart, ...]:
     """The query's share in each of the owner's tensors ``dims`` (name -> axis) that exist."""
     holder = layer.get_submodule(owner)
-    tensors = {name: holder._parameters.get(name) for name in dims}
+    tensors = {name: held for name, held in holder._parameters.items() if name in dims}  # in its own order
     others = _trains(layer, tensors.values())
     return tuple(
         QueryPart(owner, name, dims[name], size, tensor.shape[dims[name]], tensor.requires_grad, blocks, others)

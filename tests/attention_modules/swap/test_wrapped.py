@@ -214,3 +214,16 @@ def test_a_pruned_projection_keeps_its_query(name: str) -> None:
     prune.remove(model[0].qkv, name)
     swap_attention(model, "rpc")
     assert model(x).shape == x.shape
+
+
+@pytest.mark.parametrize("mechanism", ["rpc", "symmetric"])
+def test_a_restored_projection_has_its_parameters_in_the_order_that_it_had(mechanism: str) -> None:
+    """By which states of optimizers find them."""
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    model = transformers.BertModel(transformers.BertConfig(vocab_size=9, **sizes))
+    prune.remove(prune.l1_unstructured(model.encoder.layer[0].attention.self.query, "weight", 0.5), "weight")
+    before = [(name, each.shape) for name, each in model.named_parameters()]
+    swap_attention(model, mechanism)
+    restore_attention(model)
+    assert [(name, each.shape) for name, each in model.named_parameters()] == before
