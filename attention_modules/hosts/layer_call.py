@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +80,8 @@ class LayerCall:
         if given is None or given.dim() != 3 or not given.is_floating_point():
             shape = None if given is None else tuple(given.shape)
             raise ValueError(f"its input must be [batch, tokens, features], got {shape}")
-        for name, value in _arguments(module, args, kwargs).items():
+        by_name = named(module, args, kwargs)
+        for name, value in by_name.items():
             if name in _ATTENDED and isinstance(value, Tensor) and not same_view(value, given):
                 raise ValueError(
                     f"its {name} {tuple(value.shape)} is another tensor than its input {tuple(given.shape)} (reduced "
@@ -92,7 +92,6 @@ class LayerCall:
                 "it continues from a key-value cache, so that it is no function of its input alone: call it with an "
                 "empty cache, or without one (use_cache=False)"
             )
-        by_name = named(module, args, kwargs)
         host = host_of(module) if host is None else host
         batch_first = bool(getattr(module, "batch_first", True)) if host is None else host.batch_first(module)
         x = given if batch_first else given.transpose(0, 1)
@@ -147,11 +146,6 @@ class LayerCall:
             ) from error
         out = out[0] if isinstance(out, (tuple, list)) else out
         return out if self.batch_first else out.transpose(0, 1)
-
-
-def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by the names that the module's `forward` gives them."""
-    return dict(inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments)
 
 
 def _of_this_call(value: Any) -> Any:
