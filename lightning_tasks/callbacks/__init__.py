@@ -12,7 +12,6 @@ from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.callbacks.non_finite_guard import NonFiniteGuard
 from lightning_tasks.callbacks.pursuit_monitor import PursuitMonitor
 from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
-from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.resuming.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.robustness import RobustnessEvaluation
 from lightning_tasks.callbacks.spectrum_monitor import SpectrumMonitor
@@ -55,6 +54,5 @@ __all__ = [
     "SigmaReparam",
     "SpectrumMonitor",
     "SwapAttention",
-    "WarnOfMissedValidation",
     "swap_now",
 ]

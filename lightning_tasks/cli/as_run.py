@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint
 from lightning_tasks.callbacks.resuming.exact_resume import ExactResume
-from lightning_tasks.callbacks.resuming.missed_validation import WarnOfMissedValidation
 from lightning_tasks.callbacks.resuming.save_on_stop import SaveOnStop
 from lightning_tasks.callbacks.writing.prediction_table import PredictionTable
 from lightning_tasks.callbacks.writing.wandb_page import WandbPage
@@ -62,7 +61,7 @@ def own_callbacks(command: str, section: Any) -> list[Callback]:
     if command == "fit":
         added += [ExactResume(), *([WandbPage()] if "WandbLogger" in str(section.trainer.logger) else [])]
     if command == "fit" and section.get("ckpt_path"):
-        added += [CheckResumedOptimizer(), WarnOfMissedValidation()]
+        added.append(CheckResumedOptimizer())
     added.append(SaveOnStop())
     if command == "predict":
         added.append(PredictionTable())

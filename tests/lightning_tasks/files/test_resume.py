@@ -1,6 +1,5 @@
 """A run that is killed in the middle of an epoch and resumed ends bit-identical to one that was not."""
 
-import warnings
 from signal import SIGTERM
 
 import lightning.pytorch as pl
@@ -11,7 +10,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_tasks import LanguageModelingTask
-from lightning_tasks.callbacks import ExactResume, LocAteR, SaveOnStop, WarnOfMissedValidation
+from lightning_tasks.callbacks import ExactResume, LocAteR, SaveOnStop
 from tests.lightning_tasks.demo import DemoModule, Signal
 
 MODEL = {"num_layers": 1, "dim": 16, "num_heads": 2, "mlp_dim": 16, "num_tokens": 8, "dropout": 0.2}
@@ -104,6 +103,16 @@ def test_so_does_one_that_was_saved_when_its_fit_was_over(tmp_path, text, stop):
     assert all(torch.equal(more[name], whole[name]) for name in whole)
 
 
+class Validations(pl.Callback):
+    """The steps at which validations end."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_validation_end(self, trainer, module):
+        self.steps += [] if trainer.sanity_checking else [trainer.global_step]
+
+
 @pytest.mark.parametrize(
     ("step", "validating", "each", "average"),
     [(12, False, 1, False), (14, False, 1, False), (15, True, 1, False), (12, False, 3, False), (15, True, 1, True)],
@@ -120,11 +129,9 @@ def test_a_run_that_sigterm_ends_goes_on_where_it_was(tmp_path, text, step, vali
     with pytest.raises(SIGTERMException):
         fit(tmp_path / "told", text, *also(SaveOnStop(), Signal(SIGTERM, step, validating)), **options)
     (saved,) = (tmp_path / "told").glob("stopped-*.ckpt")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        resumed, trainer = fit(tmp_path / "resumed", text, *also(WarnOfMissedValidation()), ckpt_path=saved, **options)
-    cut = [each for each in said if "due at step 15 and is left out" in str(each.message)]
-    assert len(cut) == (step != 12), "the validation behind step 15 was cut short"
+    validations = Validations()
+    resumed, trainer = fit(tmp_path / "resumed", text, *also(validations), ckpt_path=saved, **options)
+    assert validations.steps[0] == 15  # also where the signal cut that validation short
     assert trainer.global_step == STEPS
     assert all(torch.equal(resumed[name], whole[name]) for name in whole)
 
@@ -157,23 +164,19 @@ VALIDATIONS = {
 
 
 @pytest.mark.parametrize(("options", "due"), VALIDATIONS.values(), ids=VALIDATIONS)
-def test_a_validation_that_resuming_leaves_out_is_said(tmp_path, options, due):
-    """Checkpoints of each step; at these steps Lightning had validated right after saving."""
+def test_a_validation_that_follows_a_checkpoint_is_that_of_the_resumed_run(tmp_path, options, due):
+    """Checkpoints of each step, which are saved before Lightning validates."""
 
-    def fit(steps, path=None, folder=tmp_path / "resumed"):
+    def fit(path=None, folder=tmp_path / "resumed"):
+        validations = Validations()
         saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
-        own = {"limit_train_batches": 4, "max_steps": steps, "logger": False, "default_root_dir": tmp_path, **options}
-        shown = {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer = pl.Trainer(accelerator="cpu", callbacks=[WarnOfMissedValidation(), saves], **shown, **own)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            trainer.fit(DemoModule(), ckpt_path=path, weights_only=True if path else None)
-        return [text for each in said if "is left out: the checkpoint" in (text := str(each.message))]
+        own = {"limit_train_batches": 4, "max_steps": 7, "logger": False, "default_root_dir": tmp_path, **options}
+        shown = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+        trainer = pl.Trainer(accelerator="cpu", callbacks=[validations, ExactResume(), saves], **shown, **own)
+        trainer.fit(DemoModule(), ckpt_path=path, weights_only=True if path else None)
+        return validations.steps
 
-    assert not fit(6, folder=tmp_path)
+    whole = fit(folder=tmp_path)
+    assert due <= set(whole)
     for step in (1, 2, 3, 4, 6):
-        saved = tmp_path / f"step={step}.ckpt"
-        for steps in (step, 7):  # of a run that is done with it, and of one that goes on
-            found = fit(steps, saved)
-            assert [f"due at step {step} " in text for text in found] == [True] * (step in due)
-            assert all(f"--ckpt_path {saved}" in text for text in found)
+        assert fit(tmp_path / f"step={step}.ckpt") == [each for each in whole if each >= step]

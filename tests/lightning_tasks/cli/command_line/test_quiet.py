@@ -143,7 +143,7 @@ def test_the_printed_configuration_has_the_number_of_workers_and_the_added_callb
     data = "--data=attnswap.datamodules.CIFAR10DataModule"
     text = printed("fit", "--config", demo, data, "--ckpt_path=s3://a/b.ckpt")
     assert yaml.safe_load(text)["data"]["init_args"]["num_workers"] == 3
-    added = ["SaveOnStop", "ExactResume", "CheckResumedOptimizer", "WarnOfMissedValidation"]
+    added = ["SaveOnStop", "ExactResume", "CheckResumedOptimizer"]
     comment = text[text.index("# The command adds these callbacks") :]
     assert all(line.startswith("#") for line in comment.splitlines())
     assert sorted(line.rpartition(".")[2] for line in comment.splitlines()[1:]) == sorted(added)
