@@ -33,8 +33,7 @@ def keep_state(trainer: pl.Trainer | None, pl_module: pl.LightningModule, checkp
     epoch: Any = trainer.fit_loop.epoch_progress.current
     if batch.ready == batch.processed:  # else one has failed, of which something may be logged
         kept["logged"] = of_all(logged(trainer))
-    is_open = batch.completed < batch.processed and epoch.processed < epoch.started
-    if is_open or (trainer.validating and not trainer.fit_loop.epoch_loop.val_loop.batch_progress.is_last_batch):
+    if batch.completed < batch.processed and epoch.processed < epoch.started:
         kept["open_batch"] = True
     if lost := _gathered(trainer, pl_module):
         kept["lost_gradients"] = lost
@@ -101,10 +100,10 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
     reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
     are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
-    that belongs to no epoch. What follows a checkpoint is done: behind a batch the validation that was due or cut
-    short, behind an epoch a step of `ReduceLROnPlateau` and the hooks at the start of the next, by the metrics of
-    before; Lightning would leave it out. Within an epoch `GradientAccumulationScheduler` would not act, and
-    `BaseFinetuning` freezes what it had let train.
+    that belongs to no epoch. What follows a checkpoint is done: behind a batch the validation that was due, behind an
+    epoch a step of `ReduceLROnPlateau` and the hooks at the start of the next, by the metrics of before; Lightning
+    would leave it out. Within an epoch `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what
+    it had let train.
 
     Args:
         trainer: of the fit.

@@ -44,7 +44,10 @@ def _drops(name: str, module: nn.Module) -> str | None:
 
 def _shapes(module: nn.Module) -> str | None:
     """The argument by which a module is told the shape of each image."""
-    taken = inspect.signature(type(module).forward).parameters.keys()
+    try:
+        taken = inspect.signature(type(module).forward).parameters.keys()
+    except (TypeError, ValueError):  # of what is no function of Python
+        return None
     if "grid_thw" in taken:
         return "grid_thw"
     return "spatial_shapes" if {"spatial_shapes", "pixel_values"} <= taken else None
@@ -63,7 +66,8 @@ def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequ
             del module._forward_hooks[key]
     for name, owner in modules.items():
         for child, part in owner.named_children():
-            grid = _grid(owner, part)
+            # timm's stems of several convolutions stand in a `backbone`.
+            grid = _grid(owner, part) if child == "backbone" or isinstance(part, (nn.Conv2d, nn.Conv3d)) else None
             if grid is None:
                 continue
             fed = [modules[layer] for layer in _fed_by(f"{name}.{child}", layers)]
@@ -88,14 +92,14 @@ def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
     """How many patches an image has in each direction, where the owner of what cuts it says for what size it is."""
     by_config = getattr(getattr(owner, "config", None), "image_size", None)
     size = getattr(owner, "img_size", getattr(owner, "image_size", by_config))
-    if size is None:
+    given = [size, size] if isinstance(size, int) else [*size] if isinstance(size, (list, tuple)) else []
+    if len(given) != 2:
         return None
     known = getattr(owner, "grid_size", None)
-    if isinstance(known, Sequence):
+    if isinstance(known, Sequence) and len(known) == 2:
         return tuple(known)
     if not isinstance(part, (nn.Conv2d, nn.Conv3d)):
         return None
-    given = [*size] if isinstance(size, Sequence) else [size, size]
     sizes = zip(given, part.kernel_size[-2:], part.stride[-2:], strict=True)
     return tuple((pixels - width) // step + 1 for pixels, width, step in sizes)
 

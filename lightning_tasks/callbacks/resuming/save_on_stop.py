@@ -86,6 +86,12 @@ class SaveOnStop(Callback):
                 "the resumed run will differ from one that was not stopped"
             )
         path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
+        if trainer.validating:
+            rank_zero_warn(
+                f"SIGTERM cut the validation at step {trainer.global_step} short, and a resumed run goes on behind it: "
+                f"`attnswap validate` with the configuration of the fit and --ckpt_path {path} makes up for it (from "
+                f"Python: trainer.validate(module, ckpt_path={str(path)!r}))"
+            )
         with _epoch_open(trainer):
             trainer.save_checkpoint(path)
         callback.last_model_path = str(path)  # type: ignore[union-attr]

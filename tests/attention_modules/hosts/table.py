@@ -316,9 +316,9 @@ What else to know:
   lightly's decoder, say how many tokens they have positions for. A call with fewer or more (lightly's `idx_keep`,
   another image size, whatever `num_tokens=` says) is an error. So is an image of another shape with as many patches,
   and a window of another size (timm's `set_input_size`).
-  VJEPA2's predictor is refused, its encoder is not, and models that are told the shape of each image are (Siglip2,
-  Qwen-VL). Where the swap asks for `num_tokens=` (DINOv3, DETR's encoder, NaFlexViT) nothing is noticed: give images
-  of one shape. What a model does before the blocks is not seen where its blocks alone are swapped.
+  VJEPA2's predictor is refused, its encoder is not, and vision parts that are told the shape of each image are
+  (Siglip2, Qwen-VL). Where the swap asks for `num_tokens=` (DINOv3, DETR's encoder, NaFlexViT) nothing is noticed:
+  give images of one shape. What a model does before the blocks is not seen where its blocks alone are swapped.
 - Tools that fold a norm or a scale into the projections of queries, keys and values (timm's `reparameterize_model` of
   NextViT, SmoothQuant, AWQ) know none that a mechanism adds (the gates of `gated` and `forgetting`, the decays of
   linear-time mechanisms): the output changes. Fold before the swap.

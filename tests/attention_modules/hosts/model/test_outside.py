@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import types
 
 import pytest
 import timm
@@ -223,6 +224,26 @@ def test_whatever_cuts_an_image_knows_its_grid(build):
     model(torch.randn(1, 3, 64, 64))
     with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
         model(torch.randn(1, 3, 32, 128), **given)
+
+
+def test_what_only_looks_like_a_grid_is_none():
+    sizes = {"window_size": 6, "depths": (1, 1, 1, 1), "num_classes": 2}  # of whose norm 96 features come last
+    swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=(384, 192), **sizes)
+    swap_attention(swin, "position_bias")
+    swin(torch.randn(1, 3, 384, 192))
+
+    class Own(nn.Module):
+        """With sizes that are no pair, and a forward that is no function of Python."""
+
+        def __init__(self, size):
+            super().__init__()
+            self.config = types.SimpleNamespace(image_size=size)
+            self.cut, self.act = nn.Conv2d(3, 8, 4, 4), type("Act", (nn.Module,), {"forward": torch._C._nn.gelu})()
+            self.layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+    for size in ({"height": 64, "width": 64}, [3, 64, 64], None):
+        for mechanism, options in (("sink", {}), ("position_bias", {"num_tokens": 16})):
+            swap_attention(Own(size), mechanism, **options)
 
 
 def test_images_of_shapes_of_their_own_have_no_place_for_what_counts_columns():
