@@ -98,12 +98,12 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     """Begin a resumed fit with the random state of this process, and at its place in the data.
 
     Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
-    reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. Here the loaders
-    are made anew at the last moment. A fit that `max_steps` alone ends would resume at the end of an epoch with a step
-    that belongs to no epoch. What follows a checkpoint is done: behind a batch the validation that was due, behind an
-    epoch a step of `ReduceLROnPlateau` and the hooks at the start of the next, by the metrics of before; Lightning
-    would leave it out. Within an epoch `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what
-    it had let train.
+    reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. What loaders
+    draw when they are made, they draw as in a fit that begins, before the random state goes on. A fit that `max_steps`
+    alone ends would resume at the end of an epoch with a step that belongs to no epoch. What follows a checkpoint is
+    done: behind a batch the validation that was due, behind an epoch a step of `ReduceLROnPlateau` and the hooks at the
+    start of the next, by the metrics of before; Lightning would leave it out. Within an epoch
+    `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what it had let train.
 
     Args:
         trainer: of the fit.
@@ -111,8 +111,6 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         kept: what :func:`kept_state` gives.
     """
     trainer.fit_loop.run = _Resumed(trainer, pl_module, kept).run  # type: ignore[method-assign]
-    if (states := kept.get("random_states")) is not None:
-        set_random_state(states, trainer.global_rank, pl_module.device)
 
 
 class _Resumed:
@@ -128,7 +126,13 @@ class _Resumed:
         del loop.run
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
-        loop._combined_loader = None
+        if loop._combined_loader is None:
+            loop.setup_data()
+        else:  # what they drew when they were made, as which samples are held out, stays
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
+        if (states := self.kept.get("random_states")) is not None:
+            set_random_state(states, trainer.global_rank, self.module.device)
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
         epoch = loop.epoch_progress.current

@@ -258,6 +258,31 @@ def test_a_checkpoint_whose_entry_is_of_another_kind_is_refused(tmp_path, name, 
         fitted(package, tmp_path / "resumed", module_of(package, True), 18, str(saved))
 
 
+@pytest.mark.parametrize("at", [6, 8])
+@pytest.mark.parametrize("reads_steps", [True, False])
+@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning_tasks"])
+def test_samples_that_are_held_out_stay_so(tmp_path, package, reads_steps, at):
+    """They are drawn as the loader is made."""
+
+    def module():
+        made = module_of(package, reads_steps)
+
+        def loader():
+            data = TensorDataset(torch.arange(48.0).reshape(24, 2) / 48)
+            return ResumableLoader(torch.utils.data.random_split(data, [12, 12])[0], batch_size=2, shuffle=True)
+
+        made.train_dataloader = loader
+        return made
+
+    whole, resumed = module(), module()
+    expected = fitted(package, tmp_path, whole, at)
+    torch.manual_seed(3)
+    module_of(package, reads_steps)  # as the first run drew
+    found = fitted(package, tmp_path / "resumed", resumed, 1_000, str(next(tmp_path.glob(f"*step={at}.ckpt"))))
+    assert {tuple(each) for each in resumed.seen} <= {tuple(each) for each in whole.seen}
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_a_fit_that_resumes_nothing_is_left_alone(tmp_path):
     module = module_of("lightning.pytorch", True)
     watched = fitted("lightning.pytorch", tmp_path / "a", module, 18)
