@@ -126,13 +126,14 @@ class _Resumed:
         del loop.run
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
-        if loop._combined_loader is None:
-            loop.setup_data()
-        else:  # what they drew when they were made, as which samples are held out, stays
-            loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
+        places = loop._combined_loader_states_to_load
+        loop.setup_data()  # what loaders draw when they are made, as which samples are held out, is as it was
         if (states := self.kept.get("random_states")) is not None:
             set_random_state(states, trainer.global_rank, self.module.device)
+        if loop._combined_loader is not None:
+            loop._combined_loader_states_to_load = places
+            loop._load_combined_loader_states()
+            iter(loop._data_fetcher)
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
         epoch = loop.epoch_progress.current
