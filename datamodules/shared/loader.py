@@ -50,9 +50,10 @@ class ResumableLoader(DataLoader):
             move the global random state.
 
     Raises:
-        ValueError: the data set is an `IterableDataset`, or the sampler has no `epoch` and `set_epoch`, so that what
-            was given before is not known; or an epoch is resumed with another number of samples, another batch size
-            (summed over processes) or another `shuffle` than it began with.
+        ValueError: the data set is an `IterableDataset`, the sampler has no `epoch` and `set_epoch`, or workers give
+            batches in any order (`in_order=False`), so that what was given before is not known; or an epoch is resumed
+            with another number of samples, another batch size (summed over processes) or another `shuffle` than it
+            began with.
 
     Example:
         >>> from attnswap.datamodules import ResumableLoader
@@ -82,6 +83,11 @@ class ResumableLoader(DataLoader):
                 f"ResumableLoader: {what} has a {type(batches if order is None else order).__name__} without set_epoch "
                 "and epoch, so that its order in a resumed epoch is not known: leave it out and give shuffle=True or "
                 "False, or give a sampler with both, as DistributedSampler has, which a batch_sampler has as sampler"
+            )
+        if options.get("num_workers") and not options.get("in_order", True):
+            raise ValueError(
+                "ResumableLoader: with in_order=False workers give batches in an order that no state tells, so that a "
+                "resumed epoch would have some twice: leave it out"
             )
         if options.get("generator") is None:
             options["generator"] = torch.Generator()

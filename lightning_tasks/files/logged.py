@@ -39,7 +39,7 @@ def is_logged(value: Any) -> bool:
     if not isinstance(value, dict) or value.keys() != {"how", "synced", "value", "rows"}:
         return False
     how, synced, number, rows = value.values()
-    known = isinstance(how, dict) and how.keys() == {*_HOW, "reduce_fx"} and how["reduce_fx"] in _REDUCTIONS
+    known = isinstance(how, dict) and how.keys() == {*_HOW, "reduce_fx"} and how["reduce_fx"] in [*_REDUCTIONS]
     return known and isinstance(synced, list) and len(synced) == 2 and isinstance(number, Tensor) and type(rows) is int
 
 

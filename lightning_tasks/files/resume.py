@@ -97,13 +97,17 @@ def _of_kind(trainer: pl.Trainer, name: str) -> list[Any]:
 def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str, Any]) -> None:
     """Begin a resumed fit with the random state of this process, and at its place in the data.
 
-    Where ``configure_optimizers`` reads ``trainer.estimated_stepping_batches``, Lightning makes the loaders before it
-    reads the checkpoint, and would not tell them their place afterwards; later hooks may read it, too. What loaders
-    draw when they are made, they draw as in a fit that begins, before the random state goes on. A fit that `max_steps`
-    alone ends would resume at the end of an epoch with a step that belongs to no epoch. What follows a checkpoint is
-    done: behind a batch the validation that was due, behind an epoch a step of `ReduceLROnPlateau` and the hooks at the
-    start of the next, by the metrics of before; Lightning would leave it out. Within an epoch
-    `GradientAccumulationScheduler` would not act, and `BaseFinetuning` freezes what it had let train.
+    Lightning alone differs from a run that was not stopped where
+
+    - ``configure_optimizers`` or a later hook reads ``trainer.estimated_stepping_batches``: the loaders that it makes
+      then are not told their place;
+    - `max_steps` alone ended the fit: at an epoch's end it takes a step that belongs to no epoch;
+    - something follows the checkpoint: a validation that was due, a step of `ReduceLROnPlateau`, the hooks at the start
+      of an epoch;
+    - the checkpoint is of a place within an epoch: `GradientAccumulationScheduler` does not act, and `BaseFinetuning`
+      freezes what it had let train.
+
+    What loaders draw when they are made, they draw as in a fit that begins; the random state goes on behind that.
 
     Args:
         trainer: of the fit.

@@ -62,8 +62,9 @@ def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequ
         layers: names of all attention layers among them.
     """
     for module in model.modules():
-        for key in [key for key, hook in module._forward_hooks.items() if _is_check(hook)]:
-            del module._forward_hooks[key]
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key in [key for key, hook in hooks.items() if _is_check(hook)]:
+                del hooks[key]
     for name, owner in modules.items():
         for child, part in owner.named_children():
             # timm's stems of several convolutions stand in a `backbone`.
@@ -74,6 +75,7 @@ def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequ
             counts = (type(each.mechanism) for each in fed if isinstance(each, Swapped) and _counts(each))
             if (mechanism := next(counts, None)) is not None:
                 part.register_forward_hook(partial(_check_grid, mechanism.__name__, grid))
+                owner.register_forward_pre_hook(partial(_check_part, mechanism.__name__, child))
 
 
 def _fed_by(name: str, layers: Sequence[str]) -> list[str]:
@@ -105,7 +107,21 @@ def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
 
 
 def _is_check(hook: object) -> bool:
-    return isinstance(hook, partial) and hook.func is _check_grid
+    return isinstance(hook, partial) and hook.func in (_check_grid, _check_part)
+
+
+def _check_part(mechanism: str, child: str, owner: nn.Module, given: object) -> None:
+    """Refuse images where nothing checks their grid any more.
+
+    Raises:
+        RuntimeError: if what cut them was replaced.
+    """
+    inside = owner.get_submodule(child).modules()  # also within an adapter
+    if not any(_is_check(hook) for module in inside for hook in module._forward_hooks.values()):
+        raise RuntimeError(
+            f"{mechanism} counts columns, and {child!r} of {type(owner).__name__} was replaced after the swap, so that "
+            "images may have another grid: restore the model and swap it again"
+        )
 
 
 def _check_grid(mechanism: str, grid: tuple[int, ...], part: nn.Module, given: object, patches: Any) -> None:

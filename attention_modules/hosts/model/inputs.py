@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 # Arguments that hold keys and values of earlier tokens: a second call would add to them.
 CACHES = ("past_key_value", "past_key_values", "layer_past", "cache")
@@ -34,11 +34,11 @@ class _Clones(TorchFunctionMode):
         with suppress(NotImplementedError, RuntimeError):  # of one without memory of its own: sparse, nested, meta
             key = tensor.data_ptr() or key, tensor.dtype, tensor.shape, tensor.stride()
         if key not in self._own:
-            self._own[key] = clone_of(tensor)
+            self._own[key] = _clone_of(tensor)
         return self._own[key]
 
 
-def clone_of(tensor: Tensor) -> Tensor:
+def _clone_of(tensor: Tensor) -> Tensor:
     """A clone with the attributes that make a tensor what it is: PyTorch's causal biases hold nothing else."""
     clone = tensor.clone()
     if type(tensor) is not Tensor:  # of a plain one, they are notes of others
@@ -68,6 +68,12 @@ def copied_arguments(values: Any) -> Any:
             f"an argument cannot be copied for a second call ({type(error).__name__}: {error}): call it without that, "
             "as with use_cache=False"
         ) from error
+
+
+def as_it_is(values: Any) -> Any:
+    """Nested tensors that nobody changes in place any more; of the same ones the same."""
+    with _Clones():
+        return tree_map_only(Tensor, copy.deepcopy, values)
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from attention_modules.analysis.agreement import (
 )
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
-from attention_modules.hosts.model.inputs import continues, copied_arguments
+from attention_modules.hosts.model.inputs import as_it_is, continues, copied_arguments
 from attention_modules.mechanisms.shared.options import check_flag
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.healing.teacher import Given, Lesson, Teacher, as_it_is, swapped_layers
+from lightning_tasks.callbacks.healing.teacher import Given, Lesson, Teacher, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation

@@ -11,12 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from attention_modules.analysis.agreement import counting, output_of, relative_squares
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
-from attention_modules.hosts.model.inputs import clone_of, copied_arguments
+from attention_modules.hosts.model.inputs import as_it_is, copied_arguments
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import encoders_around, let_get_nested, same_view
 from attention_modules.hosts.trained import forget_made
@@ -137,19 +136,6 @@ class Teacher:
                     add(hook_map(layer, partial(maps.setdefault, name)))
             output = self.network(*args, **kwargs)
         return Lesson(inputs, outputs, output, counting(self.network, args, kwargs), maps)
-
-
-def as_it_is(values: Any) -> Any:
-    """Nested tensors that nobody changes in place any more; of the same ones the same."""
-    own: dict[Any, Tensor] = {}
-
-    def kept(tensor: Tensor) -> Tensor:
-        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if key not in own:
-            own[key] = clone_of(tensor)
-        return own[key]
-
-    return tree_map_only(Tensor, kept, values)
 
 
 def _samples_first(layer: nn.Module, output: Any) -> Tensor:

@@ -188,6 +188,7 @@ def test_the_rest_of_an_epoch_is_given_and_the_next_is_whole(options, epoch):
         (DATA, {"batch_sampler": [[0, 1], [2, 3]]}, "batch_sampler has a list without set_epoch"),
         (DATA, {"batch_sampler": Told([[0, 1], [2, 3]])}, "batch_sampler has a Told without.*has as sampler"),
         (DATA, {"sampler": Told(DATA)}, "sampler has a Told without set_epoch and epoch"),
+        (DATA, {"num_workers": 2, "in_order": False}, "with in_order=False workers give batches in an order"),
         (DATA, {"sampler": SequentialSampler(DATA), "shuffle": True}, "mutually exclusive"),
         (DATA, {"batch_sampler": BatchSampler(EpochShuffle(DATA), 2, False), "batch_size": 4}, "mutually exclusive"),
     ],

@@ -123,7 +123,7 @@ def keeping(kind, steps):
     return Keeps
 
 
-def fit(module, callbacks=(), loader=None, val_loader=None, **trainer_options):
+def fit(module, callbacks=(), loader=None, val_loader=None, ckpt_path=None, **trainer_options):
     """Train on the CPU with nothing printed or written; returns the trainer."""
     options = {
         "max_epochs": 1,
@@ -135,7 +135,7 @@ def fit(module, callbacks=(), loader=None, val_loader=None, **trainer_options):
         "enable_model_summary": False,
     }
     trainer = pl.Trainer(**{**options, **trainer_options}, callbacks=list(callbacks))
-    trainer.fit(module, loader or batches(), val_loader)
+    trainer.fit(module, loader or batches(), val_loader, ckpt_path=ckpt_path)
     return trainer
 
 

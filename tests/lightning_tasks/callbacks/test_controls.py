@@ -12,6 +12,7 @@ from attention_modules.hosts import attention_layers
 from lightning_tasks import LanguageModelingTask
 from lightning_tasks.callbacks import LocAteR, QKClip
 from lightning_tasks.callbacks.controls import FreezeQK, QKWeightDecay, qk_entries
+from tests.lightning_tasks.callbacks.modules import fit as trained
 from tests.lightning_tasks.language_data import SMALL, VOCAB, RandomText, trainer
 from tests.rows import each_row
 
@@ -200,9 +201,7 @@ class TwoGradients(torch.optim.SGD):
 def factor(module, *plugins):
     """What a step of no length leaves of W_q and W_k."""
     before = module.layer.in_proj_weight.detach()[:16].clone()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[QKWeightDecay(0.5)], plugins=[*plugins], **quiet)
-    run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
+    trained(module, [QKWeightDecay(0.5)], DataLoader(torch.randn(4, 5, 8), 4), plugins=[*plugins])
     return (module.layer.in_proj_weight.detach()[:16] / before).median().item()
 
 
@@ -254,31 +253,25 @@ def test_another_optimizers_steps_count_for_no_fading():
 
     module = Alternates()
     before = module.layer.in_proj_weight.detach()[:16].clone()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[QKWeightDecay(0.5, fade_steps=4)], **quiet)
-    run.fit(module, DataLoader(torch.randn(4, 5, 8), 1))
+    trained(module, [QKWeightDecay(0.5, fade_steps=4)], DataLoader(torch.randn(4, 5, 8), 1))
     expected = (1 - 0.05) * (1 - 0.05 * 0.75) * (1 - 0.05 * 0.5) * (1 - 0.05 * 0.25)
     assert (module.layer.in_proj_weight.detach()[:16] / before).median().item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_fade_goes_on_in_a_resumed_run_and_in_a_used_trainer(tmp_path):
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
-    def trainer(epochs):
-        callbacks = [QKWeightDecay(0.5, fade_steps=4), QKWeightDecay(0.0, layers=[0])]
-        return pl.Trainer(max_epochs=epochs, accelerator="cpu", callbacks=callbacks, **quiet)
+    def decays():
+        return [QKWeightDecay(0.5, fade_steps=4), QKWeightDecay(0.0, layers=[0])]
 
     data = DataLoader(torch.randn(4, 5, 8), 1)
-    module = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=0.0)
-    run = trainer(1)
-    run.fit(module, data)
+    module, resumed = (Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=0.0) for _ in range(2))
+    run = trained(module, decays(), data)
     run.save_checkpoint(tmp_path / "a.ckpt")
     before = module.layer.in_proj_weight.detach().clone()
     run.fit_loop.max_epochs = 2
     run.fit(module, data)
     assert torch.equal(module.layer.in_proj_weight, before)
-    resumed = Network(lambda parameters: torch.optim.SGD(parameters, 0.1), size=0.0)
-    trainer(2).fit(resumed, data, ckpt_path=str(tmp_path / "a.ckpt"))
+    trained(resumed, decays(), data, max_epochs=2, ckpt_path=str(tmp_path / "a.ckpt"))
     assert torch.equal(resumed.layer.in_proj_weight, before)
 
 
@@ -305,9 +298,7 @@ def test_another_optimizer_may_step_between_a_forward_and_its_backward():
 
     module = Between()
     before = module.layer.in_proj_weight.detach().clone()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[FreezeQK()], **quiet)
-    run.fit(module, DataLoader(torch.randn(4, 5, 8), 2))
+    trained(module, [FreezeQK()], DataLoader(torch.randn(4, 5, 8), 2))
     assert torch.equal(module.layer.in_proj_weight[:16], before[:16])
     assert not torch.equal(module.layer.in_proj_weight[16:], before[16:])
 
@@ -327,9 +318,7 @@ def test_frozen_rows_are_as_they_were_between_the_steps_of_a_batch():
                 self.optimizers().step()
 
     module = Twice()
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    run = pl.Trainer(max_epochs=1, accelerator="cpu", callbacks=[FreezeQK()], **quiet)
-    run.fit(module, DataLoader(torch.randn(4, 5, 8), 4))
+    trained(module, [FreezeQK()], DataLoader(torch.randn(4, 5, 8), 4))
     assert all(torch.equal(each[:16], module.seen[0][:16]) for each in [*module.seen, module.layer.in_proj_weight])
     assert not torch.equal(module.seen[1][16:], module.seen[0][16:])
 

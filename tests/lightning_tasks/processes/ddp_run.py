@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_tasks import LanguageModelingTask, SegmentationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, PursuitMonitor, SpectrumMonitor
+from tests.lightning_tasks.callbacks.resuming.test_what_follows import Own, fit
 from tests.lightning_tasks.language_data import SMALL, RandomText
 
 SEGMENTER = {
@@ -57,6 +58,20 @@ def resumed(folder: Path, **options: Any) -> dict[str, Any]:
     return ends
 
 
+def followed(folder: Path, **options: Any) -> None:
+    """Check that runs from within an epoch and from its last batch have the means of the whole one, in each process."""
+    options = {name: options[name] for name in ("devices", "strategy")}
+    save = {"every_n_train_steps": 2}
+    ends, *whole = fit(Own("loss_epoch"), folder / "steps", save, [OwnDraws()], **options)
+    for at in (2, 6, 8):
+        path = str(folder / "steps" / f"step={at}.ckpt")
+        later, *resumed = fit(Own("loss_epoch"), folder / "others", save, resumed=path, **options)
+        assert later == ends[len(ends) - len(later) :], at
+        assert resumed[0] == whole[0]
+        assert resumed[2] == whole[2]
+        assert all(torch.equal(resumed[1][name], value) for name, value in whole[1].items()), at
+
+
 def main(folder: Path, devices: int, batch_size: int) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
@@ -89,6 +104,7 @@ def main(folder: Path, devices: int, batch_size: int) -> None:
     logged = trainer.callback_metrics["train/loss"]
     losses = [trainer.strategy.all_gather(value).view(-1).tolist() for value in (own_loss.value, logged)]
     ends = resumed(folder, **options)
+    followed(folder, **options)
     pl.seed_everything(2, verbose=False)
     trainer = pl.Trainer(callbacks=[PursuitMonitor()], logger=False, **options)
     trainer.validate(*segmentation(num_val=1), verbose=False)

@@ -226,6 +226,23 @@ def test_whatever_cuts_an_image_knows_its_grid(build):
         model(torch.randn(1, 3, 32, 128), **given)
 
 
+@pytest.mark.parametrize("library", ["timm of any size", "transformers vit"])
+def test_a_convolution_that_was_replaced_asks_for_another_swap(library):
+    model = IMAGE_MODELS[library][0]().eval()
+    swap_attention(model, "position_bias")
+    owner, name = (
+        (model.patch_embed, "proj") if "timm" in library else (model.embeddings.patch_embeddings, "projection")
+    )
+    setattr(owner, name, nn.Conv2d(3, 32, 16, 16))
+    with pytest.raises(RuntimeError, match=f"counts columns, and '{name}' of .* was replaced after the swap"):
+        model(torch.randn(1, 3, 64, 64))
+    restore_attention(model)
+    swap_attention(model, "position_bias")
+    model(torch.randn(1, 3, 64, 64))
+    restore_attention(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_what_only_looks_like_a_grid_is_none():
     sizes = {"window_size": 6, "depths": (1, 1, 1, 1), "num_classes": 2}  # of whose norm 96 features come last
     swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=(384, 192), **sizes)

@@ -36,12 +36,14 @@ def test_saving_again_and_copies_write_the_plan_too(tmp_path: Path) -> None:
         assert loaded.embeddings.word_embeddings.weight.any()
 
 
-def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [None, ["mechanism"]])
+def test_an_adapter_is_saved_alone_and_that_is_said(tmp_path: Path, saved: list[str] | None) -> None:
     peft = pytest.importorskip("peft", minversion=transformers.integrations.peft.MIN_PEFT_VERSION)
     model = built("bert")
     swap_attention(model, "gated")
-    model.add_adapter(peft.LoraConfig(target_modules=["value"]))
-    with pytest.warns(UserWarning, match="2 swapped attention layers are not recorded, nor are the Parameters of 2"):
+    model.add_adapter(peft.LoraConfig(target_modules=["value"], modules_to_save=saved))
+    lost = r"\. Swap the plain" if saved else ", nor are the Parameters of 2"
+    with pytest.warns(UserWarning, match=f"2 swapped attention layers are not recorded{lost}"):
         model.save_pretrained(tmp_path)
     assert not (tmp_path / PLAN).exists()
 

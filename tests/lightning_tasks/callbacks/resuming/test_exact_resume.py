@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import TensorDataset
 
 from lightning_tasks.callbacks import ExactResume
+from lightning_tasks.files.logged import _HOW
 
 
 class Killed(RuntimeError):
@@ -231,6 +232,14 @@ def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
     assert resumed.seen[0] == whole.seen[0]  # where it should be that of step 2
 
 
+LOGGED = {
+    "how": {**dict.fromkeys(_HOW), "reduce_fx": "mean"},
+    "synced": [False, False],
+    "value": torch.ones(()),
+    "rows": 1,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -244,6 +253,8 @@ def test_without_it_lightning_begins_the_epoch_anew(tmp_path):
         ("open_batch", 1.0),
         ("metrics", [{"val": 1.0}]),
         ("logged", [{"training_step.loss": {"value": 1.0}}]),
+        ("logged", [{"loss": {**LOGGED, "how": {**LOGGED["how"], "reduce_fx": ["mean"]}}}]),
+        ("logged", [{"loss": {**LOGGED, "rows": 1.5}}]),
         ("another", True),
     ],
 )
