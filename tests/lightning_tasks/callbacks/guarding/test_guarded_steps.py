@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_tasks.callbacks import NonFiniteGuard, QKWeightDecay
+from tests.lightning_tasks.callbacks.guarding.test_non_finite_guard import Poisoned, stopped
 from tests.lightning_tasks.callbacks.modules import (
     TinyLM,
     TwoOptimizers,
@@ -17,7 +18,6 @@ from tests.lightning_tasks.callbacks.modules import (
     fit,
     weights_of,
 )
-from tests.lightning_tasks.callbacks.test_non_finite_guard import Poisoned, stopped
 
 
 @pytest.mark.parametrize("closure", [False, True])

@@ -451,9 +451,9 @@ def test_one_guard_a_trainer():
 @pytest.mark.slow
 def test_two_processes_decide_alike_and_each_saves_its_batch(tmp_path):
     """The second alone meets NaN; gradients are joined, so both skip, and both stop, at the same step."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-m", "tests.lightning_tasks.callbacks.guard_run", str(tmp_path)]
+    program = [sys.executable, "-m", "tests.lightning_tasks.callbacks.guarding.guard_run", str(tmp_path)]
     done = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode != 0
     assert "NonFiniteError: step 1 (epoch 0, batch 3): the loss is 2." in done.stderr  # of the first process
