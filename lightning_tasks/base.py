@@ -201,8 +201,6 @@ class BaseTask(LightningModule):
 
     def on_fit_start(self) -> None:
         """Go on with this process's random state in the checkpoint that is resumed, and at its place in the data."""
-        if self.trainer.ckpt_path is None:  # loaded as a start for another fit
-            return
         go_on(self.trainer, self, self._kept)
         self._kept = {}
 

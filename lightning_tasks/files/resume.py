@@ -110,11 +110,13 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
     What loaders draw when they are made, they draw as in a fit that begins; the random state goes on behind that.
 
     Args:
-        trainer: of the fit.
+        trainer: of the fit; where it does not resume, nothing is done.
         pl_module: its module.
         kept: what :func:`kept_state` gives.
     """
-    trainer.fit_loop.run = _Resumed(trainer, pl_module, kept).run  # type: ignore[method-assign]
+    vars(trainer.fit_loop).pop("run", None)  # of a fit that ended before it ran
+    if trainer.ckpt_path is not None:  # else the checkpoint was loaded as a start for another fit
+        trainer.fit_loop.run = _Resumed(trainer, pl_module, kept).run  # type: ignore[method-assign]
 
 
 class _Resumed:
@@ -130,14 +132,12 @@ class _Resumed:
         del loop.run
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
-        places = loop._combined_loader_states_to_load
-        loop.setup_data()  # what loaders draw when they are made, as which samples are held out, is as it was
-        if (states := self.kept.get("random_states")) is not None:
-            set_random_state(states, trainer.global_rank, self.module.device)
-        if loop._combined_loader is not None:
-            loop._combined_loader_states_to_load = places
-            loop._load_combined_loader_states()
-            iter(loop._data_fetcher)
+        loop._load_combined_loader_states = self._go_on_drawing
+        loop.setup_data()
+        if "_load_combined_loader_states" in vars(loop):  # there were loaders, whose iterator has begun, or are none
+            self._go_on_drawing()
+            if loop._combined_loader is not None:
+                iter(loop._data_fetcher)
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
         epoch = loop.epoch_progress.current
@@ -151,6 +151,13 @@ class _Resumed:
         finally:  # what the run did not come to
             for owner, name in ((of_epoch, "advance"), (loop, "on_advance_start")):
                 vars(owner).pop(name, None)
+
+    def _go_on_drawing(self) -> None:
+        """Go on between the making of loaders, which draws as it did (what is held out), and their iterator."""
+        del self.loop._load_combined_loader_states
+        if (states := self.kept.get("random_states")) is not None:
+            set_random_state(states, self.trainer.global_rank, self.module.device)
+        self.loop._load_combined_loader_states()
 
     def _let_train(self, before: Mapping[str, Any]) -> None:
         for name, parameter in self.module.named_parameters():

@@ -67,8 +67,7 @@ def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequ
                 del hooks[key]
     for name, owner in modules.items():
         for child, part in owner.named_children():
-            # timm's stems of several convolutions stand in a `backbone`.
-            grid = _grid(owner, part) if child == "backbone" or isinstance(part, (nn.Conv2d, nn.Conv3d)) else None
+            grid = _grid(owner, child, getattr(part, "base_layer", part))  # also within an adapter
             if grid is None:
                 continue
             fed = [modules[layer] for layer in _fed_by(f"{name}.{child}", layers)]
@@ -90,7 +89,7 @@ def _counts(layer: Swapped) -> bool:
     return layer.mechanism.counts_columns or layer.mechanism.counts_distances
 
 
-def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
+def _grid(owner: Any, child: str, part: Any) -> tuple[int, ...] | None:
     """How many patches an image has in each direction, where the owner of what cuts it says for what size it is."""
     by_config = getattr(getattr(owner, "config", None), "image_size", None)
     size = getattr(owner, "img_size", getattr(owner, "image_size", by_config))
@@ -98,9 +97,9 @@ def _grid(owner: Any, part: Any) -> tuple[int, ...] | None:
     if len(given) != 2:
         return None
     known = getattr(owner, "grid_size", None)
-    if isinstance(known, Sequence) and len(known) == 2:
+    if isinstance(known, Sequence) and len(known) == 2 and child in ("proj", "backbone"):  # timm's, of any kind
         return tuple(known)
-    if not isinstance(part, (nn.Conv2d, nn.Conv3d)):
+    if not isinstance(part, (nn.Conv2d, nn.Conv3d)) or max(part.stride[-2:]) == 1:
         return None
     sizes = zip(given, part.kernel_size[-2:], part.stride[-2:], strict=True)
     return tuple((pixels - width) // step + 1 for pixels, width, step in sizes)
@@ -116,11 +115,12 @@ def _check_part(mechanism: str, child: str, owner: nn.Module, given: object) -> 
     Raises:
         RuntimeError: if what cut them was replaced.
     """
-    inside = owner.get_submodule(child).modules()  # also within an adapter
+    part = owner._modules.get(child)
+    inside = [] if part is None else part.modules()  # also within an adapter
     if not any(_is_check(hook) for module in inside for hook in module._forward_hooks.values()):
         raise RuntimeError(
             f"{mechanism} counts columns, and {child!r} of {type(owner).__name__} was replaced after the swap, so that "
-            "images may have another grid: restore the model and swap it again"
+            "images may have another grid: replace it in the plain model, and swap that"
         )
 
 

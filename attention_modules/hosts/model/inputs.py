@@ -73,7 +73,7 @@ def copied_arguments(values: Any) -> Any:
 def as_it_is(values: Any) -> Any:
     """Nested tensors that nobody changes in place any more; of the same ones the same."""
     with _Clones():
-        return tree_map_only(Tensor, copy.deepcopy, values)
+        return tree_map_only(Tensor, partial(copy.deepcopy, memo={}), values)
 
 
 def named(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,5 @@ class ExactResume(Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the random state and at the place in the data."""
-        if trainer.ckpt_path is None:  # the checkpoint was loaded as a start for another fit
-            return
         go_on(trainer, pl_module, self._kept)
         self._kept = {}

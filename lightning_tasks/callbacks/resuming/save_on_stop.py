@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
 
 from lightning_tasks.callbacks.base import Callback, kinds_of
+from lightning_tasks.files.random_states import gather_random_states, set_random_state
 from lightning_tasks.runs.folder import existing_part
 
 
 class SaveOnStop(Callback):
     """Saves a checkpoint when SIGTERM ends a fit, as a scheduler sends it before it takes a machine away.
 
-    The step, with all batches that it accumulates, or the validation batch that the signal meets ends first. The file
-    lies beside those of the trainer's :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and
-    step. Without such a callback nothing is saved. On several processes neither, as they may be told at different
-    steps: the process that is told ends at once, and with it the others. With manual optimization a step ends with its
-    batch. A file that is saved in a validation between the batches of a step lacks their gradients: a warning.
+    The step, with all batches that it accumulates, or the validation batch that the signal meets ends first. A
+    validation that is cut short, the resumed run begins anew. The file lies beside those of the trainer's
+    :class:`~lightning.pytorch.callbacks.ModelCheckpoint`, and is named by epoch and step. Without such a
+    callback nothing is saved. On several processes neither, as they may be told at different steps: the process that is
+    told ends at once, and with it the others. With manual optimization a step ends with its batch. A file that is saved
+    in a validation between the batches of a step lacks their gradients: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -32,6 +36,7 @@ class SaveOnStop(Callback):
     """
 
     _told = False  # of the signal, in a step that has not ended
+    _before_validation: list[list[Tensor]] = []  # noqa: RUF012 - random states; replaced, never changed
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Replace Lightning's handler of SIGTERM on several processes, before it is set.
@@ -55,6 +60,19 @@ class SaveOnStop(Callback):
             if not there.is_dir() or not os.access(there, os.W_OK):
                 raise ValueError(f"checkpoints cannot be written to {folder}: {there} is not a folder that is writable")
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Have random states noted before each validation, whose loaders draw before its first hook."""
+        if trainer.world_size == 1:
+            loop: Any = trainer.fit_loop.epoch_loop.val_loop
+            loop.run = partial(self._validate, pl_module, type(loop).run.__get__(loop))
+
+    def _validate(self, pl_module: pl.LightningModule, run: Callable[[], Any]) -> Any:
+        self._before_validation = gather_random_states(pl_module.device)
+        return run()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        vars(trainer.fit_loop.epoch_loop.val_loop).pop("run", None)
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         """Have Lightning see the signal at the end of the step: no checkpoint has gradients that were gathered."""
         connector, within = trainer._signal_connector, trainer.fit_loop.epoch_loop._should_accumulate()
@@ -70,6 +88,7 @@ class SaveOnStop(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where the exception is that of SIGTERM."""
+        self.on_train_end(trainer, pl_module)
         callback = trainer.checkpoint_callback
         folder = getattr(callback, "dirpath", None)
         told = type(exception).__name__ == "SIGTERMException" and trainer.state.fn == "fit"
@@ -87,12 +106,8 @@ class SaveOnStop(Callback):
             )
         path = Path(folder, f"stopped-epoch={trainer.current_epoch}-step={trainer.global_step}.ckpt")
         if trainer.validating:
-            rank_zero_warn(
-                f"SIGTERM cut the validation at step {trainer.global_step} short, and a resumed run goes on behind it: "
-                f"`attnswap validate` with the configuration of the fit and --ckpt_path {path} makes up for it (from "
-                f"Python: trainer.validate(module, ckpt_path={str(path)!r}))"
-            )
-        with _epoch_open(trainer):
+            set_random_state(self._before_validation, trainer.global_rank, pl_module.device)
+        with _epoch_open(trainer), _batch_open(trainer):
             trainer.save_checkpoint(path)
         callback.last_model_path = str(path)  # type: ignore[union-attr]
 
@@ -129,3 +144,14 @@ def _epoch_open(trainer: pl.Trainer) -> Iterator[None]:
     yield
     for count in (epochs.total, epochs.current):
         count.completed += closed
+
+
+@contextlib.contextmanager
+def _batch_open(trainer: pl.Trainer) -> Iterator[None]:
+    """Count a batch whose validation was cut short as one that is not completed, so that the validation comes again."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    for count in (batches.total, batches.current):
+        count.completed -= trainer.validating
+    yield
+    for count in (batches.total, batches.current):
+        count.completed += trainer.validating

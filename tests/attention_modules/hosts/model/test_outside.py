@@ -243,6 +243,47 @@ def test_a_convolution_that_was_replaced_asks_for_another_swap(library):
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("stem", ["of several convolutions", "with an adapter", "with an adapter, of a folder"])
+def test_a_stem_of_any_kind_knows_its_grid(stem):
+    kind = "transformers vit" if "folder" in stem else "timm of any size"
+    model = IMAGE_MODELS[kind][0]().eval()
+    if "adapter" in stem:
+        peft = pytest.importorskip("peft")
+        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*\.(proj|projection)", r=2), model)
+    else:
+        model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.ReLU(), nn.Conv2d(8, 32, 4, 4))
+    swap_attention(model, "position_bias")
+    model(torch.randn(1, 3, 64, 64))
+    given = {"interpolate_pos_encoding": True} if "folder" in stem else {}
+    with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
+        model(torch.randn(1, 3, 32, 128), **given)
+
+
+@pytest.mark.parametrize("new", [nn.Conv2d(8, 7, 1), nn.Identity(), None], ids=["another", "identity", "none"])
+def test_a_head_is_replaced_as_one_likes(new):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image_size = 16
+            self.cut, self.head = nn.Conv2d(3, 8, 4, 4), nn.Conv2d(8, 5, 3, padding=1)
+            self.layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, image):
+            cut = self.cut(image)
+            tokens = self.layer(cut.flatten(2).mT).mT.unflatten(2, cut.shape[2:])
+            return tokens if self.head is None else self.head(tokens)
+
+    model = Own().eval()
+    swap_attention(model, "position_bias", num_tokens=16)
+    model.head = new
+    model(torch.randn(1, 3, 16, 16))
+    with pytest.raises(RuntimeError, match="patches in 4 rows of 4"):
+        model(torch.randn(1, 3, 8, 32))
+    model.cut = None
+    with pytest.raises(RuntimeError, match="'cut' of Own was replaced"):
+        model(torch.randn(1, 3, 16, 16))
+
+
 def test_what_only_looks_like_a_grid_is_none():
     sizes = {"window_size": 6, "depths": (1, 1, 1, 1), "num_classes": 2}  # of whose norm 96 features come last
     swin = timm.create_model("swin_tiny_patch4_window7_224", img_size=(384, 192), **sizes)

@@ -294,6 +294,63 @@ def test_samples_that_are_held_out_stay_so(tmp_path, package, reads_steps, at):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("reads_steps", [True, False])
+def test_a_loader_is_told_its_place_once(tmp_path, reads_steps):
+    calls = []
+
+    class Notes(ResumableLoader):
+        def load_state_dict(self, state):
+            calls.append("load_state_dict")
+            super().load_state_dict(dict(state))
+            state.clear()  # it is theirs
+
+        def __iter__(self):
+            calls.append("iter")
+            return super().__iter__()
+
+    def module():
+        made = module_of("lightning.pytorch", reads_steps)
+        data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+        made.train_dataloader = lambda: Notes(data, batch_size=2, shuffle=True)
+        return made
+
+    whole, resumed = module(), module()
+    fitted("lightning.pytorch", tmp_path, whole, 8)
+    calls.clear()
+    fitted("lightning.pytorch", tmp_path / "resumed", resumed, 1_000, str(next(tmp_path.glob("*step=8.ckpt"))))
+    assert resumed.seen == whole.seen[8:]
+    begun = calls.index("load_state_dict")
+    assert calls[begun:] == ["load_state_dict", "iter", "iter"]  # of the second epoch and the third
+
+
+def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_path):
+    fitted("lightning.pytorch", tmp_path, module_of("lightning.pytorch", True), 8)
+
+    class Fails(Callback):
+        fails = True
+
+        def on_fit_start(self, trainer, module):
+            if self.fails:
+                raise Killed
+
+        def on_train_start(self, trainer, module):
+            self.drawn = torch.get_rng_state()
+
+    fails, own = Fails(), module_of("lightning.pytorch", False)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(max_epochs=3, accelerator="cpu", callbacks=[ExactResume(), fails], **quiet)
+    own.configure_optimizers = lambda: torch.optim.SGD(own.parameters(), lr=1e-3)
+    with pytest.raises(Killed):
+        trainer.fit(own, ckpt_path=str(next(tmp_path.glob("*step=8.ckpt"))))
+    drawn = []
+    for kept in ([ExactResume(), fails], [fails]):
+        trainer.callbacks, fails.fails = kept, False
+        torch.manual_seed(5)
+        trainer.fit(own)
+        drawn.append(fails.drawn)
+    assert torch.equal(*drawn)
+
+
 def test_a_fit_that_resumes_nothing_is_left_alone(tmp_path):
     module = module_of("lightning.pytorch", True)
     watched = fitted("lightning.pytorch", tmp_path / "a", module, 18)

@@ -1,15 +1,19 @@
 """What follows a checkpoint within Lightning's loop is done by the run that resumes: validations, plateaus, means."""
 
+from signal import SIGTERM
+
 import pytest
 import torch
 from attnswap.datamodules import ResumableLoader
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tasks import BaseTask
-from lightning_tasks.callbacks import ExactResume
+from lightning_tasks.callbacks import ExactResume, SaveOnStop
+from tests.lightning_tasks.demo import Signal
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)  # 6 batches
 END_OF_EPOCH, IN_VALIDATION = {}, {"save_on_train_epoch_end": False}
@@ -111,6 +115,40 @@ def test_early_stopping_counts_every_validation(tmp_path, save, interval):
         return (EarlyStopping("val", patience=2, min_delta=10.0),)
 
     assert same_when_resumed(Own, tmp_path, save, stops, val_check_interval=interval) >= 3
+
+
+@pytest.mark.parametrize("kind", [Own, OwnTask])
+@pytest.mark.parametrize("at", [3, 6, 12])
+@pytest.mark.parametrize("stops", [None, "val", "loss_epoch"])
+def test_a_validation_that_sigterm_cut_short_is_begun_anew(tmp_path, kind, at, stops):
+    """Twice in a row, with what it draws: of its loader, and in a module of one's own."""
+
+    class Draws(kind):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step([batch[0] + torch.rand(())], batch_idx)
+
+    def callbacks(signal=None):
+        signals = [] if signal is None else [Signal(SIGTERM, signal, validating=True)]
+        at_end = stops == "loss_epoch"
+        stop = EarlyStopping(
+            stops or "val", patience=2 if at_end else 4, min_delta=10.0, check_on_train_epoch_end=at_end
+        )
+        return [*signals, SaveOnStop(), *([stop] if stops else [])]
+
+    def run(name, signal=None, resumed=None):
+        module = Draws(None if stops else "val")
+        folder = tmp_path / name
+        return fit(module, folder, {"every_n_train_steps": 2}, callbacks(signal), resumed, val_check_interval=3)
+
+    whole, resumed = run("whole"), None
+    for name in ("told", "again"):
+        with pytest.raises(SIGTERMException):
+            run(name, at, resumed)
+        (resumed,) = map(str, (tmp_path / name).glob("stopped-*.ckpt"))
+    found = run("resumed", None, resumed)
+    assert found[0] == whole[0][len(whole[0]) - len(found[0]) :]
+    assert (found[1], found[3]) == (whole[1], whole[3])
+    assert all(torch.equal(found[2][name], value) for name, value in whole[2].items())
 
 
 def test_what_is_logged_otherwise_from_now_on_is_no_error(tmp_path):
