@@ -338,15 +338,16 @@ def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_
 
     fails, own = Fails(), module_of("lightning.pytorch", False)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(max_epochs=3, accelerator="cpu", callbacks=[ExactResume(), fails], **quiet)
+    trainer, plain = (
+        Trainer(max_epochs=3, accelerator="cpu", callbacks=kept, **quiet) for kept in ([ExactResume(), fails], [fails])
+    )
     own.configure_optimizers = lambda: torch.optim.SGD(own.parameters(), lr=1e-3)
     with pytest.raises(Killed):
         trainer.fit(own, ckpt_path=str(next(tmp_path.glob("*step=8.ckpt"))))
-    drawn = []
-    for kept in ([ExactResume(), fails], [fails]):
-        trainer.callbacks, fails.fails = kept, False
+    fails.fails, drawn = False, []
+    for each in (trainer, plain):
         torch.manual_seed(5)
-        trainer.fit(own)
+        each.fit(own)
         drawn.append(fails.drawn)
     assert torch.equal(*drawn)
 
