@@ -129,13 +129,13 @@ class LipschitzMonitor(LayerObserver):
         self._say()
         # Where it did not fire, the trainer's metrics still hold the values of an earlier validation.
         self._charts.after_validation(trainer, ("val/lipschitz",) if self._fires() else ())
+        self._validations += not trainer.sanity_checking  # when it has ended: one that is cut short comes again
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._charts.log(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._check(pl_module)
-        self._validations += not trainer.sanity_checking
         self._found = {}
 
     def on_validation_batch_start(
@@ -185,7 +185,7 @@ class LipschitzMonitor(LayerObserver):
             )
 
     def _fires(self) -> bool:
-        return (self._validations - 1) % self.every_n_validations == 0
+        return self._validations % self.every_n_validations == 0
 
     def _open(self, pl_module: pl.LightningModule) -> None:
         self._forget()  # what a batch that was skipped before its end left

@@ -114,7 +114,8 @@ def go_on(trainer: pl.Trainer, pl_module: pl.LightningModule, kept: Mapping[str,
         pl_module: its module.
         kept: what :func:`kept_state` gives.
     """
-    vars(trainer.fit_loop).pop("run", None)  # of a fit that ended before it ran
+    if isinstance(getattr(trainer.fit_loop.run, "__self__", None), _Resumed):  # of a fit that ended before it ran
+        del trainer.fit_loop.run
     if trainer.ckpt_path is not None:  # else the checkpoint was loaded as a start for another fit
         trainer.fit_loop.run = _Resumed(trainer, pl_module, kept).run  # type: ignore[method-assign]
 
@@ -132,12 +133,7 @@ class _Resumed:
         del loop.run
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
-        loop._load_combined_loader_states = self._go_on_drawing
-        loop.setup_data()
-        if "_load_combined_loader_states" in vars(loop):  # there were loaders, whose iterator has begun, or are none
-            self._go_on_drawing()
-            if loop._combined_loader is not None:
-                iter(loop._data_fetcher)
+        self._set_up_data()
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
         epoch = loop.epoch_progress.current
@@ -152,12 +148,26 @@ class _Resumed:
             for owner, name in ((of_epoch, "advance"), (loop, "on_advance_start")):
                 vars(owner).pop(name, None)
 
-    def _go_on_drawing(self) -> None:
-        """Go on between the making of loaders, which draws as it did (what is held out), and their iterator."""
-        del self.loop._load_combined_loader_states
-        if (states := self.kept.get("random_states")) is not None:
-            set_random_state(states, self.trainer.global_rank, self.module.device)
-        self.loop._load_combined_loader_states()
+    def _set_up_data(self) -> None:
+        """Set the random state between the making of loaders, which draws as it did, and their iterators."""
+        loop, states = self.loop, self.kept.get("random_states")
+        load, is_set = loop._load_combined_loader_states, []
+
+        def place() -> None:
+            is_set.append(True)
+            if states is not None:
+                set_random_state(states, self.trainer.global_rank, self.module.device)
+            load()
+
+        loop._load_combined_loader_states = place
+        try:
+            loop.setup_data()
+        finally:
+            del loop._load_combined_loader_states
+        if not is_set:  # there were loaders already, whose iterators have begun, or there are none
+            place()
+            if loop._combined_loader is not None:
+                iter(loop._data_fetcher)
 
     def _let_train(self, before: Mapping[str, Any]) -> None:
         for name, parameter in self.module.named_parameters():

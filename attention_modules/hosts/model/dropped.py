@@ -67,8 +67,8 @@ def watch_grids(model: nn.Module, modules: Mapping[str, nn.Module], layers: Sequ
                 del hooks[key]
     for name, owner in modules.items():
         for child, part in owner.named_children():
-            grid = _grid(owner, child, getattr(part, "base_layer", part))  # also within an adapter
-            if grid is None:
+            part = getattr(part, "base_layer", part)  # within an adapter, which may be merged
+            if (grid := _grid(owner, child, part)) is None:
                 continue
             fed = [modules[layer] for layer in _fed_by(f"{name}.{child}", layers)]
             counts = (type(each.mechanism) for each in fed if isinstance(each, Swapped) and _counts(each))
@@ -96,13 +96,16 @@ def _grid(owner: Any, child: str, part: Any) -> tuple[int, ...] | None:
     given = [size, size] if isinstance(size, int) else [*size] if isinstance(size, (list, tuple)) else []
     if len(given) != 2:
         return None
+    of_pixels = getattr(owner, "patch_size", None) in (1, (1, 1), [1, 1])
+    cuts = isinstance(part, (nn.Conv2d, nn.Conv3d)) and (of_pixels or max(part.stride[-2:]) > 1)
     known = getattr(owner, "grid_size", None)
-    if isinstance(known, Sequence) and len(known) == 2 and child in ("proj", "backbone"):  # timm's, of any kind
+    if isinstance(known, Sequence) and len(known) == 2 and (cuts or child in ("proj", "backbone")):  # timm's stems
         return tuple(known)
-    if not isinstance(part, (nn.Conv2d, nn.Conv3d)) or max(part.stride[-2:]) == 1:
+    if not cuts:
         return None
-    sizes = zip(given, part.kernel_size[-2:], part.stride[-2:], strict=True)
-    return tuple((pixels - width) // step + 1 for pixels, width, step in sizes)
+    around = [0, 0] if isinstance(part.padding, str) else part.padding[-2:]
+    sizes = zip(given, around, part.kernel_size[-2:], part.stride[-2:], strict=True)
+    return tuple((pixels + 2 * pad - width) // step + 1 for pixels, pad, width, step in sizes)
 
 
 def _is_check(hook: object) -> bool:

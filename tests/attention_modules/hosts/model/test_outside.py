@@ -249,14 +249,42 @@ def test_a_stem_of_any_kind_knows_its_grid(stem):
     model = IMAGE_MODELS[kind][0]().eval()
     if "adapter" in stem:
         peft = pytest.importorskip("peft")
-        peft.inject_adapter_in_model(peft.LoraConfig(target_modules=r".*\.(proj|projection)", r=2), model)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=r".*\.(proj|projection)", r=2))
     else:
         model.patch_embed.proj = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.ReLU(), nn.Conv2d(8, 32, 4, 4))
     swap_attention(model, "position_bias")
     model(torch.randn(1, 3, 64, 64))
     given = {"interpolate_pos_encoding": True} if "folder" in stem else {}
-    with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
-        model(torch.randn(1, 3, 32, 128), **given)
+    for merged in (False, True) if "adapter" in stem else (False,):
+        model = adapted.merge_and_unload() if merged else model
+        model(torch.randn(1, 3, 64, 64))
+        with pytest.raises(RuntimeError, match=r"counts columns, which are patches in 4 rows of 4, .* 2 rows of 8"):
+            model(torch.randn(1, 3, 32, 128), **given)
+
+
+@pytest.mark.parametrize(("patch", "name"), [(1, None), ((4, 4), "cut"), ((4, 4), "proj")], ids=str)
+def test_pixels_and_patches_that_overlap_have_a_grid_too(patch, name):
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.img_size, self.grid_size = (16, 16), (4, 4)
+            setattr(self, name, nn.Conv2d(3, 8, 7, 4, 3))
+            self.layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+
+        def forward(self, image):
+            return self.layer(getattr(self, name)(image).flatten(2).mT)
+
+    given = {}
+    if name is None:
+        model = transformers.ViTModel(transformers.ViTConfig(**OF_WIDTH, image_size=4, patch_size=1)).eval()
+        given = {"interpolate_pos_encoding": True}
+    else:
+        model = Own().eval()
+    swap_attention(model, "position_bias", **({} if name is None else {"num_tokens": 16}))
+    size = 4 if name is None else 16
+    model(torch.randn(1, 3, size, size))
+    with pytest.raises(RuntimeError, match=r"patches in 4 rows of 4, .* 2 rows of 8"):
+        model(torch.randn(1, 3, size // 2, size * 2), **given)
 
 
 @pytest.mark.parametrize("new", [nn.Conv2d(8, 7, 1), nn.Identity(), None], ids=["another", "identity", "none"])

@@ -287,6 +287,17 @@ def test_only_every_so_many_validations(tmp_path):
         assert seen == [True]  # the first of another run
 
 
+def test_a_validation_that_is_cut_short_does_not_count(tmp_path):
+    class Cut(pl.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            raise RuntimeError("cut")
+
+    monitor = LipschitzMonitor(every_n_validations=2, num_samples=1)
+    with pytest.raises(RuntimeError, match="cut"):
+        trainer(tmp_path, monitor, Cut(), num_sanity_val_steps=0).fit(Ours(), loader(), loader())
+    assert monitor.state_dict() == {"validations": 0}
+
+
 def test_bfloat16_weights_and_activations(tmp_path):
     torch.manual_seed(0)
     run = trainer(tmp_path, LipschitzMonitor(), precision="bf16-true")

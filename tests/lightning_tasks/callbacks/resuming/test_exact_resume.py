@@ -323,14 +323,18 @@ def test_a_loader_is_told_its_place_once(tmp_path, reads_steps):
     assert calls[begun:] == ["load_state_dict", "iter", "iter"]  # of the second epoch and the third
 
 
-def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_path):
+@pytest.mark.parametrize("where", ["on_fit_start", "train_dataloader"])
+def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_path, where):
     fitted("lightning.pytorch", tmp_path, module_of("lightning.pytorch", True), 8)
 
     class Fails(Callback):
         fails = True
 
         def on_fit_start(self, trainer, module):
-            if self.fails:
+            self.fail("on_fit_start")
+
+        def fail(self, place):
+            if self.fails and place == where:
                 raise Killed
 
         def on_train_start(self, trainer, module):
@@ -342,6 +346,8 @@ def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_
         Trainer(max_epochs=3, accelerator="cpu", callbacks=kept, **quiet) for kept in ([ExactResume(), fails], [fails])
     )
     own.configure_optimizers = lambda: torch.optim.SGD(own.parameters(), lr=1e-3)
+    loader = own.train_dataloader
+    own.train_dataloader = lambda: fails.fail("train_dataloader") or loader()
     with pytest.raises(Killed):
         trainer.fit(own, ckpt_path=str(next(tmp_path.glob("*step=8.ckpt"))))
     fails.fails, drawn = False, []

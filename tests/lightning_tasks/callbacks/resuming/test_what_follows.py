@@ -1,5 +1,6 @@
 """What follows a checkpoint within Lightning's loop is done by the run that resumes: validations, plateaus, means."""
 
+import warnings
 from signal import SIGTERM
 
 import pytest
@@ -149,6 +150,42 @@ def test_a_validation_that_sigterm_cut_short_is_begun_anew(tmp_path, kind, at, s
     assert found[0] == whole[0][len(whole[0]) - len(found[0]) :]
     assert (found[1], found[3]) == (whole[1], whole[3])
     assert all(torch.equal(found[2][name], value) for name, value in whole[2].items())
+
+
+@pytest.mark.parametrize(
+    ("exact", "options", "why"),
+    [
+        (False, {}, "no ExactResume"),
+        (True, {"val_check_interval": "00:00:00:00"}, "is a time"),
+        (True, {"max_steps": 6}, "the last of max_steps"),
+        (True, {"max_steps": 7}, None),
+    ],
+)
+def test_a_validation_that_cannot_be_begun_anew_is_told_of(tmp_path, exact, options, why):
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    told = [SaveOnStop(), Signal(SIGTERM, 6, validating=True), ModelCheckpoint(tmp_path)]
+    trainer = Trainer(max_epochs=3, accelerator="cpu", callbacks=told + [ExactResume()] * exact, **quiet, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(SIGTERMException):
+            trainer.fit(Own())
+    found = [str(each.message) for each in said if "cut the validation at step 6 short" in str(each.message)]
+    assert [why in each for each in found] == [True] * (why is not None)
+    assert "run" not in vars(trainer.fit_loop.epoch_loop.val_loop)
+
+
+def test_what_replaces_a_validation_is_called_and_comes_back(tmp_path):
+    calls = []
+
+    class Wraps(Callback):
+        def on_fit_start(self, trainer, module):
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            run = loop.run
+            loop.run = self.mine = lambda: (calls.append(trainer.global_step), run())[1]
+
+    wraps = Wraps()
+    fit(Own(), tmp_path, END_OF_EPOCH, [wraps, SaveOnStop(), SaveOnStop()])
+    assert calls == [0, 6, 12, 18, 24]  # the sanity check runs the same loop
 
 
 def test_what_is_logged_otherwise_from_now_on_is_no_error(tmp_path):
