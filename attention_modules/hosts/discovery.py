@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from numbers import Integral
 
 from torch import nn
 
@@ -335,7 +336,7 @@ def _left_out(layer: Found, excluded: bool, apart: bool) -> Skipped:
 def _indices(layers: int | Sequence[int], count: int, of: str = "") -> list[int]:
     wanted = list(layers) if isinstance(layers, Iterable) else [layers]
     for index in wanted:
-        if isinstance(index, bool) or not isinstance(index, int):
+        if isinstance(index, bool) or not isinstance(index, Integral):
             raise AttentionSwapError(f"layers takes integers, got {layers!r}; names and patterns go into where=")
         if not -count <= index < count:
             raise AttentionSwapError(
@@ -344,7 +345,7 @@ def _indices(layers: int | Sequence[int], count: int, of: str = "") -> list[int]
             )
     if not wanted:
         raise AttentionSwapError("layers is empty: give indices, or None for all")
-    return sorted({index % count for index in wanted})
+    return sorted({int(index) % count for index in wanted})
 
 
 def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> None:

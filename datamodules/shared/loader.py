@@ -46,8 +46,9 @@ class ResumableLoader(DataLoader):
         dataset: has a length and items by index.
         batch_size, shuffle, sampler: as for a `DataLoader`; a sampler of your own needs `epoch` and `set_epoch`, as
             those of `torch.utils.data.DistributedSampler`, by which its order is the same when an epoch is resumed.
-        **options: as for a `DataLoader`; by default it has a generator of its own, so that starting an epoch does not
-            move the global random state.
+        **options: as for a `DataLoader`. Of a `generator` the initial seed counts, in place of that of
+            `seed_everything`: two loaders with one seed are shuffled alike where they are equally long. By default it
+            has a generator of its own, so that starting an epoch does not move the global random state.
 
     Raises:
         ValueError: the data set is an `IterableDataset`, the sampler has no `epoch` and `set_epoch`, or workers give
@@ -76,6 +77,8 @@ class ResumableLoader(DataLoader):
             sampler = InOrder(sampler.data_source)
         elif sampler is None and batches is None:
             sampler, shuffle = (EpochShuffle if shuffle else InOrder)(dataset), None
+            if options.get("generator") is not None:
+                sampler.seed = options["generator"].initial_seed() % 2**62
         order = sampler if batches is None else getattr(batches, "sampler", None)
         if not (hasattr(order, "set_epoch") and hasattr(order, "epoch")):
             what = "sampler" if batches is None else "batch_sampler"
@@ -95,7 +98,7 @@ class ResumableLoader(DataLoader):
 
     _given = (0, 0)  # an epoch, and how many of its batches were given
     _skip = 0
-    _open = 0  # passes that are not over
+    _passes: tuple[int, set[object]] = (-1, set())  # an epoch, and those that are not over
     _is_taken = False  # whether a pass was the first since the sampler was told an epoch
     _resume: dict[str, Any] | None = None
 
@@ -113,7 +116,10 @@ class ResumableLoader(DataLoader):
             self._refuse_other_batches(resume)
             self._resume, self._skip = resume, resume["batches"]
         again, first, place = not is_told and self._is_same_epoch(), self._skip, self._skip
-        self._open += 1
+        if is_told or self._passes[0] != order.epoch:  # one of an earlier epoch may never be over
+            self._passes = order.epoch, set()
+        passes, own = self._passes[1], object()
+        passes.add(own)
         try:
             for place, batch in enumerate(super().__iter__(), start=first + 1):
                 epoch, before = self._given
@@ -122,14 +128,14 @@ class ResumableLoader(DataLoader):
                     self._settle(resume)
                 if place == first + 2 and again:
                     self._warn_of_same_epoch()
-                if is_pass or self._open == 1 or epoch != order.epoch or before < place:
+                if is_pass or passes == {own} or epoch != order.epoch or before < place:
                     self._given = order.epoch, place
                 yield batch
             self._settle(resume)
             if place < first + 2 and again:
                 self._warn_of_same_epoch()
         finally:
-            self._open -= 1
+            passes.discard(own)
 
     def _settle(self, resume: dict[str, Any] | None) -> None:
         if self._resume is resume:

@@ -133,10 +133,10 @@ class _Resumed:
         del loop.run
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
-        self._set_up_data()
+        epoch = loop.epoch_progress.current
+        self._set_up_data(within_epoch=not epoch.ready == epoch.started == epoch.processed)
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
-        epoch = loop.epoch_progress.current
         if epoch.ready == epoch.started == epoch.processed:
             loop._restarting = of_epoch.restarting = False
             if epoch.completed < epoch.processed:
@@ -148,15 +148,15 @@ class _Resumed:
             for owner, name in ((of_epoch, "advance"), (loop, "on_advance_start")):
                 vars(owner).pop(name, None)
 
-    def _set_up_data(self) -> None:
-        """Set the random state between the making of loaders, which draws as it did, and their iterators."""
-        loop, states = self.loop, self.kept.get("random_states")
-        load, is_set = loop._load_combined_loader_states, []
+    def _set_up_data(self, within_epoch: bool) -> None:
+        """Set the random state behind the making of loaders, and before iterators that the checkpoint has not seen."""
+        loop, load = self.loop, self.loop._load_combined_loader_states
+        is_placed: list[bool] = []
 
         def place() -> None:
-            is_set.append(True)
-            if states is not None:
-                set_random_state(states, self.trainer.global_rank, self.module.device)
+            is_placed.append(True)
+            if not within_epoch:
+                self._set_random_state()
             load()
 
         loop._load_combined_loader_states = place
@@ -164,10 +164,16 @@ class _Resumed:
             loop.setup_data()
         finally:
             del loop._load_combined_loader_states
-        if not is_set:  # there were loaders already, whose iterators have begun, or there are none
+        if not is_placed:  # there were loaders already, whose iterators have begun, or there are none
             place()
             if loop._combined_loader is not None:
                 iter(loop._data_fetcher)
+        if within_epoch:
+            self._set_random_state()
+
+    def _set_random_state(self) -> None:
+        if (states := self.kept.get("random_states")) is not None:
+            set_random_state(states, self.trainer.global_rank, self.module.device)
 
     def _let_train(self, before: Mapping[str, Any]) -> None:
         for name, parameter in self.module.named_parameters():

@@ -95,12 +95,12 @@ def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Pat
             yield from _texts(each, folder, seen)
     elif isinstance(value, str):
         yield value, folder
-        for path in _paths(value, folder).values() if value.endswith(_SETTINGS) else ():
+        for path in _paths(value, folder).values() if value.endswith((*_SETTINGS, ".py")) else ():
             if (real := path.resolve()) not in seen and real.is_file() and real.stat().st_size <= _MOST_SETTINGS:
                 seen.add(real)
                 with contextlib.suppress(OSError):
                     text = real.read_text(encoding="utf-8", errors="replace")
-                    yield from _texts(value_of(text), path.parent, seen)
+                    yield from _texts((_strings if real.suffix == ".py" else value_of)(text), path.parent, seen)
 
 
 @lru_cache(maxsize=256)
@@ -110,6 +110,17 @@ def value_of(text: str) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
+
+
+def _strings(text: str) -> list[str]:
+    """The strings in settings that are Python, as of mmengine, and the files beside them that they import."""
+    try:
+        nodes = [*ast.walk(ast.parse(text))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    beside = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.level and each.module]
+    files = ["../" * (each.level - 1) + str(each.module).replace(".", "/") + ".py" for each in beside]
+    return [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)] + files
 
 
 def _registered(texts: set[str]) -> list[str]:

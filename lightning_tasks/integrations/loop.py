@@ -30,6 +30,7 @@ from lightning_tasks.callbacks import (
 )
 from lightning_tasks.callbacks.base import held_parameters, kinds_of
 from lightning_tasks.callbacks.monitoring.names import to_numbers
+from lightning_tasks.callbacks.monitoring.observer import LayerObserver
 from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
 from lightning_tasks.integrations.passes import (
     Gradients,
@@ -229,6 +230,8 @@ class Loop:
         """End, as a fit does, or as one that an error ends."""
         self._hooks.close()
         self._resumed = {}
+        for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
+            each.paused = False
         if error is not None:
             self._in_batch, self._stepped = False, set()
             self._since_step.clear()
@@ -247,7 +250,10 @@ class Loop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._in_backward, self._went_back = False, True  # an error has ended that backward pass
-        if not (model.training and torch.is_grad_enabled()) or self._in_backward:
+        trains = model.training and torch.is_grad_enabled()
+        for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
+            each.paused = not trains
+        if not trains or self._in_backward:
             return
         if self._in_batch and self._went_back:
             self._end_batch()

@@ -27,17 +27,6 @@ from lightning_tasks.training.limits import check_layer_choice
 ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces the arguments of the call
 
 
-def _untransformed_calls(hook: ForwardPreHook) -> ForwardPreHook:
-    """A hook that passes calls within ``torch.func`` by: what it kept of them would outlive the transform."""
-
-    @torch.compiler.disable  # a loop may have compiled the model, and torch 2.9 fails in what a monitor does
-    def passing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        return None if any(untransformed(each) is not each for each in given) else hook(module, args, kwargs)
-
-    return passing
-
-
 class LayerObserver(Callback):
     """Hooks what subclasses choose, without compiled code, until :meth:`_unhook`, a trainer's end or an exception.
 
@@ -53,6 +42,8 @@ class LayerObserver(Callback):
             class derived from it, or the strategy is FSDP1 or DeepSpeed.
     """
 
+    paused = False
+    """Whether calls pass by unseen, as those of a validation between the passes of a batch."""
     monitor: ClassVar[type[LayerObserver]]
     """The class that observes, also of one that a user derives from it: a trainer has one of it."""
 
@@ -86,10 +77,21 @@ class LayerObserver(Callback):
         self._unhook()  # of a batch that was skipped before its end
         self._hooks = opened = ExitStack()
         for module, hook in hooks:
-            own = OwnHook(module, _untransformed_calls(hook))
+            own = OwnHook(module, self._seen_calls(hook))
             opened.callback(module.register_forward_pre_hook(own, with_kwargs=True).remove)
         opened.enter_context(eager())
         return opened
+
+    def _seen_calls(self, hook: ForwardPreHook) -> ForwardPreHook:
+        """A hook that passes calls within ``torch.func`` by: what it kept of them would outlive the transform."""
+
+        @torch.compiler.disable  # a loop may have compiled the model, and torch 2.9 fails in what a monitor does
+        def passing(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            unseen = self.paused or any(untransformed(each) is not each for each in given)
+            return None if unseen else hook(module, args, kwargs)
+
+        return passing
 
     def _unhook(self) -> None:
         hooks, self._hooks = self._hooks, None

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_tasks.callbacks.base import Callback
+from lightning_tasks.callbacks.base import Callback, kinds_of
 from lightning_tasks.files.resume import go_on, keep_state, kept_state
 
 
@@ -38,6 +39,18 @@ class ExactResume(Callback):
     ) -> None:
         """Read the random states, and open again an epoch that was cut short."""
         self._kept = kept_state(checkpoint)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn where loaders beside each other are shuffled alike."""
+        loaders = getattr(trainer.fit_loop._combined_loader, "flattened", [])
+        samplers: list[Any] = [getattr(each, "sampler", None) for each in loaders]
+        orders = [(each.seed, len(each)) for each in samplers if "EpochShuffle" in kinds_of(each)]
+        if len({*orders}) < len(orders):
+            rank_zero_warn(
+                "training loaders of one length and seed are shuffled alike, so that a sample of the one always comes "
+                "with the same of the other: for an order of its own, give ResumableLoader a "
+                "generator=torch.Generator().manual_seed(...)"
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on with the random state and at the place in the data."""

@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -142,7 +143,8 @@ def test_subclass_that_changes_nothing_is_swapped_as_itself() -> None:
 
 def test_the_report_lists_what_was_and_what_was_not_swapped() -> None:
     model = Pyramid()
-    report = swap_attention(model, NoisyWithoutQuery, where="blocks.*", exclude="blocks.1.*", layers=[0, 1])
+    layers = np.argsort([0.0, 1.0])  # integers of NumPy
+    report = swap_attention(model, NoisyWithoutQuery, where="blocks.*", exclude="blocks.1.*", layers=layers)
     (row,) = report
     whole = sum(p.numel() for p in mha().parameters())
     assert (row.host, row.mechanism, row.dim, row.heads) == ("torch MultiheadAttention", "NoisyWithoutQuery", 8, 2)

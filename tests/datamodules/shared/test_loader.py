@@ -256,5 +256,24 @@ def test_an_order_goes_on_with_its_own_seed(monkeypatch):
     assert batches(resumed) == batches(first)
 
 
+def test_a_generator_gives_an_order_of_its_own(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    generators = [None, None, *(torch.Generator().manual_seed(seed) for seed in (2, 2, 3))]
+    orders = [batches(ResumableLoader(DATA, batch_size=2, shuffle=True, generator=each)) for each in generators]
+    assert orders[0] == orders[1]
+    assert orders[2] == orders[3]
+    assert len({str(each) for each in orders}) == 3
+
+
+def test_a_cycled_loader_knows_its_place_beside_passes_of_earlier_epochs_that_nobody_ended():
+    loader, kept = ResumableLoader(DATA, batch_size=2, shuffle=True), []
+    for epoch in range(3):
+        loader.sampler.set_epoch(epoch)
+        batches(loader)
+        kept.append(again := iter(loader))
+        next(again)
+        assert loader.state_dict()["batches"] == 1
+
+
 def test_a_part_of_the_data_in_order_stays_that_part():
     assert batches(ResumableLoader(DATA, batch_size=2, sampler=SequentialSampler(range(3)))) == [[0, 1], [2]]

@@ -123,18 +123,18 @@ def test_accumulated_batches_are_those_of_lightning(name):
         assert row == pytest.approx({key: expected[step][key] for key in row}, rel=1e-6 if name == "LocAteR" else 0)
 
 
-def test_further_forward_passes_and_evaluations_are_no_batches():
+@pytest.mark.parametrize("name", ["LogitMonitor", "AttentionMonitor", "EntropyRegularizer"])
+def test_further_forward_passes_and_evaluations_are_no_batches(name):
     def further(module):
         module.eval()
-        module(next(iter(batches()))[0])
+        module(next(iter(batches()))[0].flip(0, 1))
         module.train()
         with torch.no_grad():
-            module(next(iter(batches()))[0])
+            module(next(iter(batches()))[0].flip(0, 1))
 
-    plain, with_further = (
-        in_a_loop(CALLBACKS["LogitMonitor"](), None, further=each) for each in (lambda _: 0, further)
-    )
-    assert list(plain[0]) == list(with_further[0]) == list(range(10))
+    plain, with_further = (in_a_loop(CALLBACKS[name](), None, further=each) for each in (lambda _: 0, further))
+    assert plain[0] == with_further[0]
+    assert list(plain[0]) == list(range(0, 10, 2 if name == "AttentionMonitor" else 1))
     assert torch.equal(plain[1], with_further[1])
 
 

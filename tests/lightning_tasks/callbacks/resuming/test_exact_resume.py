@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tasks.callbacks import ExactResume
 from lightning_tasks.files.logged import _HOW
@@ -292,6 +292,63 @@ def test_samples_that_are_held_out_stay_so(tmp_path, package, reads_steps, at):
     found = fitted(package, tmp_path / "resumed", resumed, 1_000, str(next(tmp_path.glob(f"*step={at}.ckpt"))))
     assert {tuple(each) for each in resumed.seen} <= {tuple(each) for each in whole.seen}
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+class DrawsItsSeed(DataLoader):
+    """With a state, as torchdata's StatefulDataLoader; its iterator draws a seed from the global random state."""
+
+    given = skip = 0
+
+    def __iter__(self):
+        return self.rest(super().__iter__())
+
+    def rest(self, batches):
+        skip, self.skip = self.skip, 0
+        for self.given, batch in enumerate(batches, start=1):
+            if self.given > skip:
+                yield batch
+
+    def state_dict(self):
+        return {"given": self.given % len(self)}
+
+    def load_state_dict(self, state):
+        self.skip = state["given"]
+
+
+@pytest.mark.parametrize("reads_steps", [True, False])
+@pytest.mark.parametrize(("kind", "at"), [(DrawsItsSeed, 2), (DrawsItsSeed, 6), (DrawsItsSeed, 8), (DataLoader, 6)])
+def test_what_an_iterator_draws_is_drawn_when_the_whole_run_did(tmp_path, reads_steps, kind, at):
+    """In front of a checkpoint within an epoch; behind one, even of its last batch, that of the next epoch."""
+
+    def module():
+        made = module_of("lightning.pytorch", reads_steps)
+        data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+        made.train_dataloader = lambda: kind(data, batch_size=2, shuffle=kind is DataLoader)
+        return made
+
+    whole, resumed = module(), module()
+    expected = fitted("lightning.pytorch", tmp_path, whole, at)
+    found = fitted("lightning.pytorch", tmp_path / "resumed", resumed, 1_000, str(next(tmp_path.glob(f"*={at}.ckpt"))))
+    assert resumed.seen == whole.seen[at:]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_loaders_that_are_shuffled_alike_are_told_of(tmp_path, own):
+    module = module_of("lightning.pytorch", False)
+    data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: step(batch["a"], batch_idx)
+    module.train_dataloader = lambda: {
+        name: ResumableLoader(
+            data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed) if own else None
+        )
+        for seed, name in enumerate("ab")
+    }
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fitted("lightning.pytorch", tmp_path, module, 18)
+    assert any("are shuffled alike" in str(each.message) for each in said) is not own
 
 
 @pytest.mark.parametrize("reads_steps", [True, False])

@@ -183,6 +183,26 @@ def test_files_beside_the_file_that_names_them_count(project):
     assert sources_of(["conf/base.json"]).keys() - found.keys() == set()
 
 
+def test_settings_in_python_count_by_what_they_name_and_import(project):
+    """As of mmengine: files by `_base_` or by an import from beside them, which nothing imports here."""
+    texts = {
+        "mine.py": "_base_ = ['./base.py']\nfrom ..shared.sizes import *\nfrom .runtime import hooks\n",
+        "base.py": "data = 'index.json'\n",
+        "runtime.py": "hooks = []\n",
+        "../shared/sizes.py": "size = 3\n",
+        "broken.py": "(",
+    }
+    for name, text in texts.items():
+        path = project / "conf" / name
+        path.parent.resolve().mkdir(exist_ok=True)
+        path.resolve().write_text(text)
+    found = sources_of([{"mmseg_config": "conf/mine.py"}, "conf/broken.py"])
+    of_files = {name for name in found if name.endswith((".py", ".json"))}
+    assert of_files == {
+        *("conf/mine.py", "conf/base.py", "conf/runtime.py", "shared/sizes.py", "index.json", "conf/broken.py")
+    }
+
+
 def test_files_that_are_keys_count(project):
     assert {*sources_of([{"data": {"files": {"weights.pt": 0.7, "index.json": 0.3}}}])} == {"weights.pt", "index.json"}
 
