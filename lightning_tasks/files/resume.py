@@ -134,10 +134,11 @@ class _Resumed:
         if (before := self.kept.get("finetuning")) is not None and _of_kind(trainer, "BaseFinetuning"):
             self._let_train(before)
         epoch = loop.epoch_progress.current
-        self._set_up_data(within_epoch=not epoch.ready == epoch.started == epoch.processed)
+        is_between = epoch.ready == epoch.started == epoch.processed  # one epoch and the next
+        self._set_up_data(is_between)
         of_epoch.val_loop._has_run = False  # in an earlier fit of this trainer
         trainer.callback_metrics.update(self._of_rank("metrics"))
-        if epoch.ready == epoch.started == epoch.processed:
+        if is_between:
             loop._restarting = of_epoch.restarting = False
             if epoch.completed < epoch.processed:
                 self._step_plateaus()
@@ -148,14 +149,14 @@ class _Resumed:
             for owner, name in ((of_epoch, "advance"), (loop, "on_advance_start")):
                 vars(owner).pop(name, None)
 
-    def _set_up_data(self, within_epoch: bool) -> None:
-        """Set the random state behind the making of loaders, and before iterators that the checkpoint has not seen."""
+    def _set_up_data(self, is_between: bool) -> None:
+        """Set the random state behind the making of loaders, and between epochs before the iterators, which draw."""
         loop, load = self.loop, self.loop._load_combined_loader_states
         is_placed: list[bool] = []
 
         def place() -> None:
             is_placed.append(True)
-            if not within_epoch:
+            if is_between:
                 self._set_random_state()
             load()
 
@@ -168,7 +169,7 @@ class _Resumed:
             place()
             if loop._combined_loader is not None:
                 iter(loop._data_fetcher)
-        if within_epoch:
+        if not is_between:
             self._set_random_state()
 
     def _set_random_state(self) -> None:
