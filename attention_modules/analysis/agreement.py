@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attention_modules.masks import visible
+from attention_modules.base import AttentionMechanism
+from attention_modules.hosts.base import acting_mechanism
+from attention_modules.hosts.discovery import Found, survey
+from attention_modules.masks import OTHERS, seen_tokens, visible
 from attention_modules.precision import to_float64
+from attention_modules.swap import AttentionSwapError, make_observable
+
+_STACK = re.compile(r"\.\d+\.|\.[^.]*$")  # after the part of a layer's name that its stack has in common
 
 
 def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -39,10 +49,7 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
 
 
 def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens count by the ``attention_mask`` of a call, boolean ``[B, N]``; None where it has none that says so.
-
-    It is ``[B, N]``, or ``[B, 1, N, M]`` (a mapping of such, too), whose columns beyond N are hidden: what no row sees
-    does not count.
+    """Which tokens count by the ``attention_mask`` ``[B, N]`` of a call, boolean; None where it has none.
 
     Of an encoder-decoder model all count: the mask is of one of its sequences alone. Where a model of sound makes
     frames of samples, it is asked which frames count.
@@ -54,17 +61,108 @@ def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     except TypeError:  # the call itself will say what it does not take
         given = dict(kwargs)
     mask = given.get("attention_mask")
-    if isinstance(mask, Mapping):  # of layers with a window and without
-        mask = next((each for each in mask.values() if isinstance(each, Tensor)), None)
-    if isinstance(mask, Tensor) and mask.ndim == 4:
-        seen = visible(mask).flatten(1, 2).any(1)
-        seen, beyond = seen[:, : mask.shape[-2]], seen[:, mask.shape[-2] :]  # empty places of a static cache
-        return None if bool(beyond.any()) else seen
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
     if (of_frames := getattr(model, "_get_feature_vector_attention_mask", None)) is not None:
         mask = of_frames(int(model._get_feat_extract_output_lengths(mask.shape[1])), mask)  # type: ignore[operator]
     return mask.bool()
+
+
+def let_be_seen(model: nn.Module, names: Sequence[str]) -> None:
+    """Put softmax into plain layers, for :func:`seeing`: those of these names, and what other self-attention takes it.
+
+    Raises:
+        AttentionSwapError: if one of these names does not take it.
+    """
+    make_observable(model, names)
+    plain = [layer for layer in survey(model).layers if not hasattr(layer.module, "mechanism")]
+    others = [layer.name for layer in plain if not layer.cross]
+    try:
+        make_observable(model, others)
+    except AttentionSwapError:
+        for name in others:
+            with suppress(AttentionSwapError):
+                make_observable(model, [name])
+
+
+class SeenTokens:
+    """Which tokens some row sees by the masks of a model's layers, boolean ``[B, N]``; None where all count.
+
+    What none sees (padding, say) reaches nobody, and counts nowhere.
+
+    Args:
+        named: which tokens of the output count where they are those of no layer (as :func:`counting`).
+    """
+
+    def __init__(self, named: Tensor | None = None) -> None:
+        self._named = named
+        self._of_layers: dict[str, list[Tensor | None]] = {}  # of each call
+        self._last: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # by size, and whether samples come first
+        self._of_stacks: dict[tuple[str, int, int], Tensor | None] = {}
+
+    def note(
+        self,
+        layer: Found,
+        mechanism: AttentionMechanism,
+        args: tuple[Tensor, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """A forward pre-hook of a layer's mechanism. The queries of cross-attention are tokens of its own stack."""
+        (q, k), mask = args[:2], kwargs.get("attn_mask")
+        samples, number = len(q), q.shape[-2]
+        stack = _STACK.split(f".{layer.name}")[0], samples, number
+        if layer.cross or bool(getattr(k, OTHERS, False)):
+            seen = self._of_stacks.get(stack)
+        else:
+            if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
+                k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
+            seen = self._of_stacks[stack] = seen_tokens(mask, q, k)
+            self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)
+        for name in layer.names:
+            self._of_layers.setdefault(name, []).append(seen)
+
+    def of_layer(self, name: str, call: int = 0) -> Tensor | None:
+        """Which tokens count of a layer's input and output in a call of it, ``[B, N]``."""
+        calls = self._of_layers.get(name, [])
+        return calls[call] if call < len(calls) else None
+
+    def of(self, output: Tensor) -> Tensor | None:
+        """Which tokens count of a model's output, ``[B, N]`` or ``[N, B]`` as its own: those of the last such layer."""
+        size = tuple(output.shape[:2])
+        for (samples, number), (seen, samples_first) in self._last.items():
+            either = size == (samples, number) == (number, samples) and output.ndim > 2 and not samples_first
+            flat = output.ndim == 2 and len(output) == samples * number > samples
+            if seen is not None and (either or flat) and not bool(seen.all()):
+                warnings.warn(
+                    f"where the {samples} x {number} tokens stand in the output {tuple(output.shape)} is not known, so "
+                    "that padding may count: let the model return [B, N, ...], and, where its layers have "
+                    "batch_first=False, give other numbers of samples than of tokens",
+                    stacklevel=2,
+                )
+        if size in self._last:
+            return self._last[size][0]
+        turned, _ = self._last.get(size[::-1], (None, True))
+        return self._named if turned is None else turned.T
+
+
+@contextmanager
+def seeing(model: nn.Module, named: Tensor | None = None) -> Iterator[SeenTokens]:
+    """Notes, while a model runs, which tokens its layers see of those that have a mechanism (:func:`let_be_seen`)."""
+    seen, handles = SeenTokens(named), []
+    for layer in survey(model).layers:
+        if (mechanism := acting_mechanism(getattr(layer.module, "mechanism", None))) is not None:
+            handles.append(mechanism.register_forward_pre_hook(partial(seen.note, layer), with_kwargs=True))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_output(layer: nn.Module, output: Any) -> Tensor:
+    """A layer's output, ``[B, N, C]`` also where the layer gives ``[N, B, C]``."""
+    found, _ = output_of(output)
+    return found.transpose(0, 1) if found.ndim == 3 and not getattr(layer, "batch_first", True) else found
 
 
 def wide(values: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,18 +17,21 @@ from attention_modules.analysis.agreement import (
     NOT_MEASURED,
     Agreement,
     AgreementSums,
+    SeenTokens,
     counting,
+    layer_output,
+    let_be_seen,
     output_of,
     relative_error,
     relative_squares,
+    seeing,
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.base import acting_mechanism
-from attention_modules.hosts.discovery import Selector, survey
+from attention_modules.hosts.discovery import Selector
 from attention_modules.hosts.model.inputs import copied_arguments
 from attention_modules.hosts.trained import forget_made
-from attention_modules.masks import seen_tokens
 from attention_modules.mechanism import Mechanism
 from attention_modules.mechanisms.shared.acting import NoMapError
 from attention_modules.mechanisms.shared.probe import acting_map
@@ -124,8 +128,8 @@ def swap_drift(
             plain layers, and in swapped ones, of which all may be, their own mechanism.
         mechanism, where, layers, exclude, mechanism_options: as :func:`~attention_modules.swap_attention`.
         batches: what the model is called with: tensors, tuples of arguments, or mappings of arguments by name; one of
-            them, or several in a list or an iterator. Their ``attention_mask`` ``[B, N]`` says which tokens count; all
-            tokens of an encoder-decoder model do.
+            them, or several in a list or an iterator. Tokens that the masks of the layers hide from all (padding, say)
+            count nowhere.
         run: ``run(model, batch)`` in place of these calls.
         logits: whether the output is logits, of which a KL divergence has a meaning; by default, where the model
             names it so.
@@ -152,10 +156,8 @@ def swap_drift(
     names = [row.name for row in swap_attention(together, mechanism, **choice, **mechanism_options)]
     forget_made(together)
     before = shared_copy(model).eval()
-    observable = shared_copy(model).eval()
-    mechanisms = {name: getattr(observable.get_submodule(name), "mechanism", None) for name in names}
-    make_observable(observable, [name for name, found in mechanisms.items() if acting_mechanism(found) is None])
-    crossed = {name for layer in survey(model).layers if layer.cross for name in layer.names}
+    mechanisms = {name: getattr(before.get_submodule(name), "mechanism", None) for name in names}
+    let_be_seen(before, [name for name, found in mechanisms.items() if acting_mechanism(found) is None])
     alone = {
         name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
     }
@@ -169,20 +171,21 @@ def swap_drift(
     outputs: dict[str, AgreementSums] = {}
     for batch in _several(batches):
         args = batch if isinstance(batch, (tuple, list)) else ()
-        valid = counting(model, args, batch if isinstance(batch, Mapping) else {})
-        result, layers_before = _recorded(before, call, batch, names)
+        by_name = counting(model, args, batch if isinstance(batch, Mapping) else {})
+        entropies = {name: sums[name].entropy_before for name in names}
+        with seeing(before, by_name) as seen, _entropies(before, entropies, seen):
+            result, layers_before = _recorded(before, call, batch, names)
         wanted, named = output_of(result)
+        valid = seen.of(wanted)
         if whole is None:
             kind = named if logits is None else logits
             whole, outputs = AgreementSums(kind), {name: AgreementSums(kind) for name in names}
-        with _entropies(observable, {name: sums[name].entropy_before for name in names}, crossed):
-            call(observable, batch)
         for name, copy in alone.items():
             if isinstance(copy, str):
                 continue
-            with _entropies(copy, {name: sums[name].entropy_after}, crossed):
+            with _entropies(copy, {name: sums[name].entropy_after}, seen):
                 result, layers_after = _recorded(copy, call, batch, [name])
-            sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], valid))
+            sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], seen.of_layer(name)))
             outputs[name].add(output_of(result)[0], wanted, valid)
         whole.add(output_of(call(together, batch))[0], wanted, valid)
     if whole is None:
@@ -263,7 +266,7 @@ def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> 
 
     def record(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: object, output: Any) -> None:
-            outputs.setdefault(name, output_of(output)[0].clone())  # the model may change it in place
+            outputs.setdefault(name, layer_output(module, output).clone())  # the model may change it in place
 
         return hook
 
@@ -279,16 +282,18 @@ def _recorded(model: nn.Module, call: Run, batch: Any, names: Sequence[str]) -> 
 
 
 @contextmanager
-def _entropies(model: nn.Module, sums: Mapping[str, _Sums], crossed: Collection[str]) -> Iterator[None]:
+def _entropies(model: nn.Module, sums: Mapping[str, _Sums], seen: SeenTokens) -> Iterator[None]:
     """Add the entropy of these layers' attention, and of how many rows it is, while the model runs."""
 
     def observe(name: str, into: _Sums) -> Callable[..., None]:
+        numbers = count()
+
         def hook(mechanism: AttentionMechanism, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = {name: kwargs[name] for name in ("attn_mask", "is_causal") if name in kwargs}
-            seen = None if name in crossed else seen_tokens(kwargs.get("attn_mask"), *args[:2])
+            rows = seen.of_layer(name, next(numbers))
             try:
                 acting = acting_map(mechanism, *args, **kwargs)
-                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=seen, **given)
+                sums, _ = acting_sums(acting, statistics=["entropy"], every_row=True, counting=rows, **given)
             except NoMapError:
                 into.first = math.nan  # nor is there a mean over the other calls
                 return

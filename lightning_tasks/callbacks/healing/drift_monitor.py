@@ -49,9 +49,9 @@ class DriftMonitor(Callback):
     layer is given the teacher's input, ``mean`` the mean of the layers; ``val/drift/output_error`` the same of the
     network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
-    logit is of one class. Tokens that an ``attention_mask`` of the call hides from all do not count; all tokens of
-    an encoder-decoder model do. The two passes that it costs are in eval mode, draw nothing at random, and change
-    nothing. Forward hooks of yours on the model see its second pass.
+    logit is of one class. Tokens that the masks of the layers hide from all (padding, say) count nowhere. The two
+    passes that it costs are in eval mode, draw nothing at random, and change nothing. Forward hooks of yours on the
+    model see its second pass.
 
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default
@@ -236,9 +236,10 @@ class DriftMonitor(Callback):
     def _add_output(self, output: Any, lesson: Lesson) -> None:
         given, named = output_of(output)
         wanted, _ = output_of(lesson.output)
-        error, size = relative_squares(given, wanted, lesson.valid)
+        valid = lesson.seen.of(wanted)
+        error, size = relative_squares(given, wanted, valid)
         self._sums.add("output_error", error.sum(), size.sum())
-        given, wanted = (counted(classes_last(part), lesson.valid) for part in (given, wanted))
+        given, wanted = (counted(classes_last(part), valid) for part in (given, wanted))
         cosine = F.cosine_similarity(wide(given), wide(wanted), dim=-1)
         count = torch.tensor(cosine.numel(), device=cosine.device)
         self._sums.add("cosine", cosine.sum(), count)

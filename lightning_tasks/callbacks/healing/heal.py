@@ -326,11 +326,12 @@ class Heal(DriftMonitor):
         losses = []
         for lesson, output in self._lessons:
             given, wanted = output, output_of(lesson.output)[0]
+            valid = lesson.seen.of(wanted)
             if stage.match == "logits":
-                given, wanted = (counted(classes_last(part), lesson.valid) for part in (given, wanted))
+                given, wanted = (counted(classes_last(part), valid) for part in (given, wanted))
                 losses.append(kl_divergence(given, wanted, stage.temperature).mean() * stage.temperature**2)
             else:
-                losses.append(_share(*relative_squares(given, wanted, lesson.valid)))
+                losses.append(_share(*relative_squares(given, wanted, valid)))
         loss = torch.stack(losses).mean()
         return loss + stage.task_weight * own if stage.task_weight else loss
 

@@ -12,15 +12,22 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from attention_modules.analysis.agreement import counting, output_of, relative_squares
+from attention_modules.analysis.agreement import (
+    SeenTokens,
+    counting,
+    layer_output,
+    let_be_seen,
+    relative_squares,
+    seeing,
+)
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
 from attention_modules.hosts.model.inputs import as_it_is, copied_arguments
 from attention_modules.hosts.report import swapped_mechanisms
-from attention_modules.hosts.torch import encoders_around, let_get_nested, same_view
+from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanisms.shared.probe import acting_map
-from attention_modules.swap import make_observable, restore_attention
+from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
 from lightning_tasks.files.swaps import PLANS
@@ -30,7 +37,7 @@ _SAMPLED = 1024  # numbers of each tensor by which one teacher is told from anot
 
 
 class Teacher:
-    """A network with plain attention, and the weights that its layers were swapped with.
+    """A network with softmax attention, and the weights that its layers were swapped with.
 
     Args:
         owner: name of the callback that keeps it, for messages.
@@ -39,7 +46,7 @@ class Teacher:
             swapped layers.
         may_train: of the module, whether a Parameter of a name may be trained: of these the teacher has copies, the
             others it shares.
-        maps: whether its maps are wanted too, for which its layers have softmax attention that is observed.
+        maps: whether its maps are wanted too.
 
     Raises:
         ValueError: if nothing is swapped, ``network`` is no part that holds all swapped layers, or its weights are not
@@ -74,14 +81,9 @@ class Teacher:
         own += [name for name, _ in student.named_buffers(remove_duplicate=False)]
         self.network = shared_copy(student, own).eval()
         restore_attention(self.network)
-        # The swap turned nested tensors off in these encoders, and the student is given what the teacher's layers get.
-        for encoder in encoders_around(self.network, map(self.network.get_submodule, self.layers)):
-            if encoder.use_nested_tensor:
-                let_get_nested(encoder, False)
         forget_made(self.network)
+        let_be_seen(self.network, self.layers)
         self.maps = maps
-        if maps:
-            make_observable(self.network, self.layers)
         self.digest = _digest(self.network)
 
     def follow(self, student: nn.Module) -> None:
@@ -123,11 +125,11 @@ class Teacher:
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: object, output: Any) -> None:
-                outputs.setdefault(name, _samples_first(module, output).clone())  # the network may change it in place
+                outputs.setdefault(name, layer_output(module, output).clone())  # the network may change it in place
 
             return hook
 
-        with hooks() as add:
+        with hooks() as add, seeing(self.network, counting(self.network, args, kwargs)) as seen:
             for name in self.layers:
                 layer = self.network.get_submodule(name)
                 add(layer.register_forward_pre_hook(before(name), with_kwargs=True))
@@ -135,13 +137,7 @@ class Teacher:
                 if self.maps:
                     add(hook_map(layer, partial(maps.setdefault, name)))
             output = self.network(*args, **kwargs)
-        return Lesson(inputs, outputs, output, counting(self.network, args, kwargs), maps)
-
-
-def _samples_first(layer: nn.Module, output: Any) -> Tensor:
-    """A layer's output, ``[B, N, C]`` also where the layer gives ``[N, B, C]``."""
-    found = output_of(output)[0]
-    return found.transpose(0, 1) if found.ndim == 3 and not getattr(layer, "batch_first", True) else found
+        return Lesson(inputs, outputs, output, seen, maps)
 
 
 class Lesson:
@@ -151,7 +147,7 @@ class Lesson:
         inputs: what each layer was called with.
         outputs: of each layer.
         output: what the network returned.
-        valid: which tokens count, boolean ``[B, N]``, where the call said so.
+        seen: which tokens count.
         maps: of each layer, ``[B, H, N, M]``, if they were wanted.
     """
 
@@ -160,10 +156,10 @@ class Lesson:
         inputs: dict[str, Given],
         outputs: dict[str, Tensor],
         output: Any,
-        valid: Tensor | None,
+        seen: SeenTokens,
         maps: dict[str, Tensor],
     ) -> None:
-        self.inputs, self.outputs, self.output, self.valid, self.maps = inputs, outputs, output, valid, maps
+        self.inputs, self.outputs, self.output, self.seen, self.maps = inputs, outputs, output, seen, maps
 
     def give_inputs(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place.
@@ -193,7 +189,7 @@ class Lesson:
 
     def compare(self, name: str, layer: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
         """The squares of error and size of a student's layer's output, of each sample."""
-        return relative_squares(_samples_first(layer, output), self.outputs[name], self.valid)
+        return relative_squares(layer_output(layer, output), self.outputs[name], self.seen.of_layer(name))
 
     def compare_map(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
         """The squares of difference and size of a student's layer's map, of each sample.
@@ -208,8 +204,9 @@ class Lesson:
                 "be compared"
             )
         squares = (found - wanted).square(), wanted.square()
-        if self.valid is not None and self.valid.shape == (wanted.shape[0], wanted.shape[2]):
-            counts = self.valid[:, None, :, None]
+        valid = self.seen.of_layer(name)
+        if valid is not None and valid.shape == (wanted.shape[0], wanted.shape[2]):
+            counts = valid[:, None, :, None]
             return tuple(each.masked_fill(~counts, 0.0).flatten(1).sum(1) for each in squares)  # type: ignore[return-value]
         return tuple(each.flatten(1).sum(1) for each in squares)  # type: ignore[return-value]
 

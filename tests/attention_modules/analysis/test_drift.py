@@ -12,7 +12,15 @@ from torch.nn import functional
 
 from attention_modules import AttentionSwapError, SelfAttention, available_mechanisms, swap_attention
 from attention_modules.analysis import swap_drift
-from attention_modules.analysis.agreement import AgreementSums, counting, kl_divergence, output_of, relative_error
+from attention_modules.analysis.agreement import (
+    AgreementSums,
+    counting,
+    kl_divergence,
+    let_be_seen,
+    output_of,
+    relative_error,
+    seeing,
+)
 from attention_modules.mechanism import mechanism_class
 from attention_modules.teacher import shared_copy
 from tests.attention_modules.hosts.huggingface.generating import language_model
@@ -145,6 +153,127 @@ def test_hidden_tokens_do_not_count():
         assert swap_drift(model, "symmetric", batches).layers == whole.layers
     with pytest.raises(ValueError, match=r"is a tuple of 2, .*: give \[batches\] or list\(batches\)"):
         swap_drift(model, "symmetric", arguments)
+
+
+class Padded(nn.Module):
+    """Attends in layers of its own kind, and makes their masks of lengths."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.embedding = kind, nn.Embedding(20, 16)
+        if kind == "blocks":
+            self.attn = nn.ModuleList([timm.layers.Attention(16, 2) for _ in range(2)])
+        elif kind == "decoder layer":
+            self.decoder = nn.TransformerDecoderLayer(16, 2, 32, 0.0, batch_first=True)
+        elif kind.startswith("transformer"):
+            self.net = nn.Transformer(16, 2, 2, 2, 32, 0.0, batch_first="first" not in kind)
+        else:
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first="first" not in kind)
+            self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, ids, lengths, source, source_lengths):
+        x, hidden = self.embedding(ids), torch.arange(ids.shape[1]) >= lengths[:, None]
+        if self.kind == "blocks":
+            for layer in self.attn:
+                x = x + layer(x, attn_mask=~hidden[:, None, None])
+            return x
+        turned = "first" in self.kind
+        x = x.transpose(0, 1) if turned else x
+        if self.kind in ("encoder", "tokens first"):
+            return self.encoder(x, src_key_padding_mask=hidden)
+        memory, unseen = self.embedding(source), torch.arange(source.shape[1]) >= source_lengths[:, None]
+        memory, masks = memory.transpose(0, 1) if turned else memory, {"memory_key_padding_mask": unseen}
+        if self.kind == "decoder layer":
+            return self.decoder(x, memory, tgt_key_padding_mask=hidden, **masks)
+        return self.net(memory, x, src_key_padding_mask=unseen, tgt_key_padding_mask=hidden, **masks)
+
+
+def bart_or_t5(kind):
+    import transformers
+
+    if kind == "t5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+        return transformers.T5Model(transformers.T5Config(vocab_size=20, **sizes, dropout_rate=0.0))
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    return transformers.BartModel(transformers.BartConfig(vocab_size=20, d_model=16, **sizes, dropout=0.0))
+
+
+CROSSED = ["*.self_attn", "*.multihead_attn"]
+
+
+@pytest.mark.parametrize("added", [6, 4], ids=["as many", "fewer"])  # tokens of padding in the other sequence
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        *((kind, None) for kind in ("encoder", "tokens first", "blocks", "bart", "t5")),
+        *(("transformer", where) for where in (None, "net.encoder*", "net.decoder*.self_attn", CROSSED)),
+        ("transformer, tokens first", CROSSED),
+        *(("decoder layer", where) for where in (None, CROSSED, "*.multihead_attn")),
+        ("bart", ["*.self_attn", "*.encoder_attn"]),
+        ("bart", "encoder.*"),
+        ("t5", ["*.SelfAttention", "*.EncDecAttention"]),
+    ],
+)
+def test_what_no_row_sees_counts_nowhere(kind, where, added):
+    """The witness: the same tokens without padding."""
+    torch.manual_seed(0)
+    model = (bart_or_t5(kind) if kind in ("bart", "t5") else Padded(kind)).double()
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    ids, source = torch.randint(2, 20, (2, 2, 6)).unbind()
+
+    def batch(padding, other):
+        given, context = functional.pad(ids, (0, padding), value=3), functional.pad(source, (0, other), value=4)
+        if isinstance(model, Padded):
+            lengths = torch.tensor([6, 6])
+            return {"ids": given, "lengths": lengths, "source": context, "source_lengths": lengths}
+        masks = [(torch.arange(each.shape[1]) < 6).long().expand(each.shape) for each in (context, given)]
+        of_decoder = {"decoder_input_ids": given, "decoder_attention_mask": masks[1]}
+        return {"input_ids": context, "attention_mask": masks[0], **of_decoder}
+
+    padded, cut = (swap_drift(model, "sink", batch(*each), where=where) for each in ((6, added), (0, 0)))
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-6)
+    assert padded.output.cosine == pytest.approx(cut.output.cosine, rel=1e-6)
+    for one, other in zip(padded.layers, cut.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-6)
+        assert one.output.relative_error == pytest.approx(other.output.relative_error, rel=1e-6)
+        assert one.entropy_before == pytest.approx(other.entropy_before, rel=1e-6)
+        assert one.entropy_after == pytest.approx(other.entropy_after, rel=1e-6)
+
+
+def test_latents_are_not_the_tokens_that_they_attend_to():
+    """As many latents as tokens: all of them count. The witness: a batch of tokens that are all there."""
+
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 1)
+            self.latents, self.cross = (
+                nn.Parameter(torch.randn(1, 6, 16)),
+                nn.MultiheadAttention(16, 2, batch_first=True),
+            )
+
+        def forward(self, x, hidden):
+            x = self.encoder(x, src_key_padding_mask=hidden)
+            return self.cross(self.latents.expand(len(x), -1, -1), x, x, key_padding_mask=hidden)[0]
+
+    model, x = Pooled(), torch.randn(2, 6, 16)
+    hidden = (torch.arange(6) > 3).expand(2, -1)
+    swap = {"where": "cross", "start": 0.0}
+    padded, cut = (swap_drift(model, "sink", [(x[:, :n], hidden[:, :n])], **swap) for n in (6, 4))
+    assert padded.layers[0].relative_error == pytest.approx(cut.layers[0].relative_error, rel=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["square", "flat"])
+def test_an_output_whose_tokens_are_not_known_is_told_of(shape):
+    class Flat(Padded):
+        def forward(self, ids, lengths):
+            out = super().forward(ids, lengths, None, None)
+            return out.flatten(0, 1) if shape == "flat" else out
+
+    ids = torch.randint(20, (3, 3) if shape == "square" else (3, 4))
+    with pytest.warns(UserWarning, match=r"padding may count: let the model return \[B, N, \.\.\.\]"):
+        swap_drift(Flat("tokens first"), "sink", [(ids, torch.tensor([2, 3, 1]))])
 
 
 def test_cross_attention_is_compared_where_it_is_named():
@@ -311,13 +440,29 @@ def test_a_cache_among_the_inputs_is_copied_for_each_call(mechanism, by_run):
     assert found.output.relative_error == pytest.approx(wanted.output.relative_error, rel=1e-4, abs=1e-6)
 
 
-def test_a_mask_of_rows_says_which_tokens_count():
+@pytest.mark.parametrize("form", ["padding", "rows", "additive", "mapping", "static", "continued"])
+def test_a_mask_of_rows_says_which_tokens_count(form):
+    transformers = pytest.importorskip("transformers")
     padding = torch.tensor([[False, True, True], [True, True, True]])
     rows = (torch.ones(3, 3, dtype=torch.bool).tril() & padding[:, None])[:, None]
-    places = functional.pad(rows, (0, 2))
-    additive = torch.zeros(2, 1, 3, 5).masked_fill(~places, torch.finfo(torch.float32).min)
-    for mask in (padding, rows, places, additive, {"full_attention": additive, "sliding_attention": rows}):
-        found = counting(nn.Identity(), (), {"attention_mask": mask})
-        assert torch.equal(found, padding)
-    earlier = functional.pad(rows, (2, 0), value=True)  # of two tokens in a cache
-    assert counting(nn.Identity(), (), {"attention_mask": earlier}) is None
+    additive = torch.zeros(2, 1, 3, 3).masked_fill(~rows, torch.finfo(torch.float32).min)
+    both = {"full_attention": additive, "sliding_attention": rows}
+    masks = {"padding": padding.long(), "rows": rows, "additive": additive, "mapping": both}
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    config = transformers.Qwen2Config(vocab_size=20, num_key_value_heads=2, **sizes, **windows)
+    model, given = transformers.Qwen2Model(config).eval(), {"attention_mask": masks.get(form)}
+    let_be_seen(model, [])
+    if form == "static":
+        places = functional.pad(rows, (0, 2))
+        cache = transformers.StaticCache(config=config, max_cache_len=5)
+        given = {"attention_mask": {name: places for name in both}, "past_key_values": cache}
+    if form == "continued":  # after two tokens
+        cache = transformers.DynamicCache(config=config)
+        model(torch.zeros(2, 2, dtype=torch.long), past_key_values=cache)
+        earlier = functional.pad(rows, (2, 0), value=True)
+        given = {"attention_mask": {name: earlier for name in both}, "past_key_values": cache}
+    with seeing(model) as seen:
+        out = model(torch.ones(2, 3, dtype=torch.long), **given).last_hidden_state
+    for found in (seen.of(out), seen.of_layer("layers.0.self_attn"), seen.of_layer("layers.1.self_attn")):
+        assert found is None if form == "continued" else torch.equal(found, padding)

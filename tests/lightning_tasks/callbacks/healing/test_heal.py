@@ -22,7 +22,7 @@ from lightning_tasks.callbacks import (
     SwapAttention,
 )
 from lightning_tasks.callbacks.init_from import InitFromCheckpoint, before_copies
-from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Task, data, heal
+from tests.lightning_tasks.callbacks.healing.healed import CLASSES, DIM, LAYERS, TOKENS, Classifier, Task, data, heal
 from tests.lightning_tasks.callbacks.modules import TinyLM, TwoOptimizers, fit, weights_of
 from tests.rows import each_row
 
@@ -402,6 +402,45 @@ def test_an_encoder_whose_tokens_are_padded(make):
     _, trainer = heal(make(network="net.encoder"), "softmax", Padded(lr=0.0), max_epochs=2)
     assert trainer.callback_metrics["val/drift/relative_error/mean"] < 1e-5
     assert trainer.callback_metrics["val/drift/output_error"] < 1e-5
+
+
+class Scores(Classifier):
+    def forward(self, x, hidden):
+        return self.head(self.encoder(x, src_key_padding_mask=hidden))
+
+
+class Tagger(Task):
+    """Scores each token; where the last two are padding, its encoder hides them, and its loss leaves them out."""
+
+    def __init__(self, padded):
+        super().__init__(dtype=torch.float64)
+        weights, self.padded = self.net.state_dict(), padded
+        self.net = Scores().double()
+        self.net.load_state_dict(weights)
+
+    def training_step(self, batch, batch_idx):
+        x = batch[0] if self.padded else batch[0][:, :-2]
+        hidden = (torch.arange(x.shape[1]) >= TOKENS - 2).expand(x.shape[:2])
+        return self.net(x, hidden)[:, : TOKENS - 2].square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("match", ["maps", "layers", "output", "logits"])
+def test_padding_heals_nothing(match):
+    """The witness: the same tokens without padding."""
+    train = "all" if match in ("output", "logits") else "attention"
+    found = []
+    for padded in (True, False):
+        stages = [{"match": match, "train": train}]
+        module, trainer = heal(Heal(stages, logits=True), module=Tagger(padded), precision="64-true", max_epochs=2)
+        drift = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(("heal/", "val/"))}
+        found.append((weights_of(module), drift))
+    (weights, drift), (wanted, other) = found
+    assert {"val/drift/relative_error/mean", "val/drift/output_error", "val/drift/kl", "heal/loss"} <= drift.keys()
+    torch.testing.assert_close(weights, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(drift, other, rtol=1e-6, atol=1e-9)
 
 
 def test_a_second_fit_keeps_the_teacher():
