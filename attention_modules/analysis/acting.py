@@ -57,9 +57,7 @@ def acting_sums(
     with without_autocast(acting.device):
         if isinstance(acting, FactorMap):
             return _of_factors(acting, statistics, sink_rows, counting)
-        rows = None if every_row else acting.some_rows()
-        if rows is not None and counting is not None:
-            rows = middles(acting.shape[2], len(rows), acting.device, counting.any(0))
+        rows = None if every_row else acting.some_rows(counting)
         return _of_blocks(acting, rows, attn_mask, is_causal, statistics, sink_rows, counting)
 
 

@@ -10,7 +10,13 @@ from attention_modules.kernels import without_autocast
 
 
 def largest_logit(
-    q: Tensor, k: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    counting: Tensor | None = None,
 ) -> Tensor:
     """max_ij scale · q_i·k_j over the pairs that may see each other: S_max of QK-clip (Kimi K2, 2025).
 
@@ -23,6 +29,7 @@ def largest_logit(
         attn_mask: boolean (True = may be seen) or additive, broadcastable to ``[B, H, N, M]``.
         is_causal: row i sees keys 0 to i only.
         scale: factor on the logits, 1/sqrt(d) where None.
+        counting: which rows count, boolean ``[B, N]``; all where None.
 
     Returns:
         ``[B, H]``, at least fp32; -inf where no row of a head sees a key, NaN where a visible pair holds NaN.
@@ -41,7 +48,8 @@ def largest_logit(
         visible, _ = split_mask(attn_mask)
         dtype = torch.promote_types(q.dtype, torch.float32)
         logits = ChunkedLogits(q.to(dtype), k.to(dtype), visible, None, is_causal, _scale(q, scale))
-        return torch.stack([chunk.amax((-2, -1)) for chunk in logits.chunks()]).amax(0)
+        rows = torch.cat([chunk.amax(-1) for chunk in logits.chunks()], -1)
+        return (rows if counting is None else rows.masked_fill(~counting[:, None], float("-inf"))).amax(-1)
 
 
 @torch.no_grad()

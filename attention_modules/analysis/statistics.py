@@ -290,7 +290,7 @@ def sink_shares(
     return mass / rows.unsqueeze(-1)
 
 
-def sink_features(x: Tensor, shares: Tensor) -> dict[str, Tensor]:
+def sink_features(x: Tensor, shares: Tensor, valid: Tensor | None = None) -> dict[str, Tensor]:
     """How far the token that a sink attends to stands out: outlier features beside attention sinks.
 
     ``sink_norm`` is its norm over the mean norm of all tokens, ``sink_coordinate`` its largest absolute coordinate over
@@ -300,6 +300,7 @@ def sink_features(x: Tensor, shares: Tensor) -> dict[str, Tensor]:
     Args:
         x: tokens ``[B, N, C]``, as they enter the layer.
         shares: what each token takes of the attention of all rows, ``[B, H, N]``; the sink is the largest.
+        valid: which tokens count, boolean ``[B, N]``; all where None.
 
     Returns:
         By name, fp32 ``[B, H]``; NaN where shares are, or all tokens are 0.
@@ -315,7 +316,8 @@ def sink_features(x: Tensor, shares: Tensor) -> dict[str, Tensor]:
     found = {}
     for name, size in (("sink_norm", x.norm(dim=-1)), ("sink_coordinate", x.abs().amax(-1))):
         of_sink = size.unsqueeze(1).expand(shares.shape).gather(-1, shares.argmax(-1, keepdim=True)).squeeze(-1)
-        found[name] = (of_sink / size.mean(-1, keepdim=True)).masked_fill(shares.isnan().any(-1), torch.nan)
+        mean = size.mean(-1) if valid is None else size.where(valid, 0.0).sum(-1) / valid.sum(-1)
+        found[name] = (of_sink / mean.unsqueeze(-1)).masked_fill(shares.isnan().any(-1), torch.nan)
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from attention_modules.hosts.base import Host
 from attention_modules.hosts.discovery import host_of
@@ -43,6 +45,8 @@ class LayerCall:
     kwargs: dict[str, Any]
     others: dict[int, Tensor] = field(default_factory=dict)
     batch_first: bool = True
+    places: tuple[str, ...] = ()  # the names of args
+    num_heads: int | None = None
 
     @classmethod
     def of(
@@ -112,7 +116,7 @@ class LayerCall:
                 return copied_arguments(value)
             if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
                 value = value[..., :tokens]
-            value = _cut_mask(name, value, (batch, samples), (tokens, kept), num_heads)
+            value = _cut_mask(name, value, (batch, slice(samples)), (tokens, slice(kept)), num_heads)
             return _own(value.to(dtype) if value.is_floating_point() else value)
 
         names = {name: cut(name, value) for name, value in kwargs.items()}
@@ -122,7 +126,34 @@ class LayerCall:
         places = [name for name in by_name if name not in kwargs]
         places = places if len(places) == len(args) else [""] * len(args)
         given_args = [cut(name, value) for name, value in zip(places, args, strict=True)]
-        return cls(module, own, tokens, given_args, names, others, batch_first)
+        return cls(module, own, tokens, given_args, names, others, batch_first, tuple(places), num_heads)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether it is given what may say of each token whether it is seen."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        return any(isinstance(each, Tensor) and each.dim() > 0 and each.shape[-1] == self.tokens for each in leaves)
+
+    def among(self, seen: Tensor) -> Callable[[Tensor], Tensor]:
+        """The function of these tokens alone, boolean ``[B, N]``: the others are held, and what they give is 0."""
+        inside = _own(seen.unsqueeze(-1))
+        return lambda x: self(x.where(inside, self.x)).where(inside, 0.0)
+
+    def part(self, sample: int, kept: Tensor) -> LayerCall:
+        """The same call on one sample, and on its tokens at these places ``[n]`` alone."""
+        samples = slice(sample, sample + 1)
+
+        def cut(name: str, value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(cut(name, part) for part in value)
+            if not isinstance(value, Tensor):
+                return value
+            return _own(_cut_mask(name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads))
+
+        args = [cut(name, value) for name, value in zip(self.places, self.args, strict=True)]
+        kwargs = {name: cut(name, value) for name, value in self.kwargs.items()}
+        others = {at: _own(value[samples, :, kept]) for at, value in self.others.items()}
+        return replace(self, x=_own(self.x[samples, kept]), args=args, kwargs=kwargs, others=others)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = x if self.batch_first else x.transpose(0, 1)
@@ -166,18 +197,20 @@ def _has_places(value: Any, tokens: int) -> bool:
     return not bool(visible(value[..., tokens:]).any())
 
 
-def _cut_mask(name: str, value: Tensor, samples: tuple[int, int], tokens: tuple[int, int], heads: int | None) -> Tensor:
+def _cut_mask(
+    name: str, value: Tensor, samples: tuple[int, slice], tokens: tuple[int, slice | Tensor], heads: int | None
+) -> Tensor:
     """A mask, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, or the like, for fewer of both."""
     batch, batch_kept = samples
     length, kept = tokens
     square = value.dim() == 2 and value.shape == (length, length) and "padding" not in name
     if value.dim() > 1 and not square:
         if value.shape[0] == batch:
-            value = value[:batch_kept]
+            value = value[batch_kept]
         elif heads and value.dim() == 3 and value.shape[0] == batch * heads:
-            value = value[: batch_kept * heads]
+            value = value.unflatten(0, (batch, heads))[batch_kept].flatten(0, 1)
     for dim in (-2,) if name in _ROTARY else (-2, -1):
         inner = value.dim() >= -dim and (square or value.dim() + dim > 0)
         if inner and value.shape[dim] == length:
-            value = value.narrow(dim, 0, kept)
+            value = value[..., kept, :] if dim == -2 else value[..., kept]
     return value

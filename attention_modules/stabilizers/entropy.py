@@ -10,6 +10,7 @@ from attention_modules.analysis.chunks import ChunkedLogits
 from attention_modules.analysis.kernels import lse_and_mean_key
 from attention_modules.kernels import attend, recomputed, without_autocast
 from attention_modules.masks import combine_masks, visible
+from attention_modules.mechanisms.shared.acting import once
 from attention_modules.mechanisms.shared.chunks import CHUNK
 from attention_modules.mechanisms.shared.options import check_integer
 
@@ -147,7 +148,7 @@ def entropy_penalty(
         target: what h should be.
         max_rows: more rows than these are looked at in so many that lie evenly from the first to the last; one is the
             last.
-        counting: which rows count, boolean ``[B, N]``; all where None.
+        counting: which rows count, boolean ``[B, N]``; all where None. ``max_rows`` are of these.
 
     Returns:
         A scalar; 0 where no row sees two keys.
@@ -170,14 +171,14 @@ def entropy_penalty(
     attn_mask, is_causal = combine_masks(attn_mask, is_causal, q, k)
     number, columns = q.shape[-2], k.shape[-2]
     if max_rows is not None and number > max_rows:
-        kept = _some_rows(number, max_rows, q.device)
-        q = q.index_select(-2, kept)
-        counting = None if counting is None else counting[:, kept]
+        kept = _some_rows(number, max_rows, q.device, counting)[:, None, :, None]  # of each sample, where these differ
+        q = q.take_along_dim(kept, -2)
+        if counting is not None:
+            counting = counting.take_along_dim(kept[:, 0, :, 0], -1) & once(kept[:, 0, :, 0])
         if is_causal:
-            attn_mask = (torch.arange(columns, device=q.device) <= kept.unsqueeze(-1)).view(1, 1, -1, columns)
-            is_causal = False
+            attn_mask, is_causal = torch.arange(columns, device=q.device) <= kept, False
         elif attn_mask is not None and attn_mask.shape[-2] > 1:
-            attn_mask = attn_mask[..., kept, :]
+            attn_mask = attn_mask.take_along_dim(kept, -2)
     seen = None if attn_mask is None else visible(attn_mask)
     count = ChunkedLogits(q, k, seen, None, is_causal, 1.0).visible_counts().expand(q.shape[:-1])
     rows = row_entropy(q, k, attn_mask=attn_mask, is_causal=is_causal, scale=scale)
@@ -189,7 +190,15 @@ def entropy_penalty(
     return (torch.where(counted, miss.square(), 0.0).sum(0) / counted.sum(0).clamp(min=1)).sum()
 
 
-def _some_rows(number: int, wanted: int, device: torch.device) -> Tensor:
-    """So many rows of a map, evenly from the first to the last; one is the last, as a causal first row sees one key."""
-    index = torch.arange(wanted, device=device)
-    return index * (number - 1) // (wanted - 1) if wanted > 1 else index + number - 1
+def _some_rows(number: int, wanted: int, device: torch.device, counting: Tensor | None) -> Tensor:
+    """So many rows of a map, evenly from the first to the last; one is the last, as a causal first row sees one key.
+
+    Of those that count, boolean ``[B, N]``, where these are known: the last several times where they are fewer.
+    """
+    index = torch.arange(wanted, device=device).unsqueeze(0)
+    count = torch.full((1, 1), number, device=device) if counting is None else counting.sum(-1, keepdim=True)
+    evenly = index * (count - 1) // (wanted - 1) if wanted > 1 else index + count - 1
+    place = torch.where(count > wanted, evenly, torch.minimum(index, count - 1)).clamp(min=0)
+    if counting is None:
+        return place
+    return torch.searchsorted(counting.cumsum(-1), place + 1).clamp(max=number - 1)

@@ -67,7 +67,7 @@ class AttentionMonitor(MechanismObserver):
     are :func:`attention_modules.analysis.attention_statistics`.
 
     ``sink`` is the largest share of all rows' attention that one key takes, from at most 256 rows of each map of at
-    least 16 keys (all rows where the map is made in chunks anyway), and counts once a head and sample
+    least 16 keys that are seen (all rows where the map is made in chunks anyway), and counts once a head and sample
     (:func:`attention_modules.analysis.attention_sink`);
     ``token_similarity`` the mean cosine between the tokens ``[B, N, C]`` that enter the layer (not those that nothing
     sees), and counts once a sample (:func:`attention_modules.analysis.token_similarity`).
@@ -316,14 +316,16 @@ class AttentionMonitor(MechanismObserver):
         sums, shares = self._of_map(name, mechanism, args, kwargs, seen)
         tokens = _batch_first(self._tokens.pop(index, None), query)
         if shares is not None:
+            if seen is not None:  # a key among fewer says nothing
+                shares = shares.masked_fill((seen.sum(-1) < FEWEST_KEYS)[:, None, None], torch.nan)
             sums["sink"] = _known(shares.amax(-1), finite.unsqueeze(1))
-        if shares is not None and tokens is not None and tokens.shape[:2] == (shares.shape[0], shares.shape[2]):
-            known = (tokens.isfinite().flatten(1).all(1) & finite).unsqueeze(1)
-            sums |= {name: _known(values, known) for name, values in sink_features(tokens, shares).items()}
         if tokens is not None:
             known = tokens.isfinite().flatten(1).all(1)
-            fits = seen is not None and seen.shape == tokens.shape[:2]
-            sums["token_similarity"] = _known(token_similarity(tokens, seen if fits else None), known)
+            valid = seen if seen is not None and seen.shape == tokens.shape[:2] else None
+            if shares is not None and tokens.shape[:2] == (shares.shape[0], shares.shape[2]):
+                features, both = sink_features(tokens, shares, valid), (known & finite).unsqueeze(1)
+                sums |= {name: _known(values, both) for name, values in features.items()}
+            sums["token_similarity"] = _known(token_similarity(tokens, valid), known)
         count = torch.stack([each.sum() for each in bad]).sum().float()
         sums[NOT_FINITE.statistic] = count, torch.ones_like(count)
         self._observed[index].append(

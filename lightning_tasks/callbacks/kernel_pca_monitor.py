@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from attention_modules.analysis import eigen_residual, projection_loss
 from attention_modules.analysis.kernel_pca import mixed_values
 from attention_modules.base import described, queries_of
 from attention_modules.hosts import AttentionLayer
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.first_batch import FirstBatchObserver
@@ -39,8 +40,8 @@ class KernelPCAMonitor(FirstBatchObserver, MechanismObserver):
     Names are ``val/kernel_pca/projection_loss/layer_00`` and likewise ``absolute_loss`` (J and the mean of ``|J|``, see
     :func:`attention_modules.analysis.projection_loss`) and ``eigen_residual`` (how far the values' coefficients are
     from eigenvectors of the centered Gram matrix, 0 to 1, see :func:`attention_modules.analysis.eigen_residual`), as
-    means over samples and heads. The residual needs rows that see every key; causal and padded layers
-    have the losses alone.
+    means over samples and heads. Tokens that no row sees (padding) count in none. The residual needs rows that see
+    every other key; causal layers have the losses alone.
 
     The reading (Teo and Nguyen, NeurIPS 2024) is of softmax, symmetric and scaled attention; layers with another
     mechanism are left out, and that is warned of once. A firing computes in float64 and holds some N × N maps of
@@ -120,7 +121,7 @@ class KernelPCAMonitor(FirstBatchObserver, MechanismObserver):
             "scale": kwargs.get("scale"),
         }
         with torch.no_grad():
-            for name, values in _measured(mechanism, q, k, v, given).items():
+            for name, values in _measured(mechanism, q, k, v, given):
                 both = torch.stack([values.sum(), values.new_tensor(values.numel())])
                 self._sums[_name(name, label)] = self._sums.get(_name(name, label), 0) + both
 
@@ -136,11 +137,26 @@ class KernelPCAMonitor(FirstBatchObserver, MechanismObserver):
 
 def _measured(
     mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Each statistic of a call, ``[B, H]``; NaN where something is not finite."""
+) -> Iterator[tuple[str, Tensor]]:
+    """Each statistic of a call, ``[B, H]``, each sample alone where it has tokens that no row sees (padding)."""
     q = queries_of(mechanism, q, k)
     mixed = mixed_values(mechanism, q, k, v, **given)
     h = softmax_attention(q, k, mixed, **given)
+    mask = given["attn_mask"]
+    seen = seen_tokens(mask, q, k)
+    if seen is None or bool(seen.all()):
+        yield from _statistics(given, q, k, mixed, h).items()
+        return
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)).expand(len(k), -1, k.shape[2], k.shape[2])
+    for sample, tokens in enumerate(seen):
+        if bool(tokens.any()):
+            part = slice(sample, sample + 1)
+            alone = given | {"attn_mask": mask[part, :, tokens][..., tokens]}
+            yield from _statistics(alone, *(each[part, :, tokens] for each in (q, k, mixed, h))).items()
+
+
+def _statistics(given: dict[str, Any], q: Tensor, k: Tensor, mixed: Tensor, h: Tensor) -> dict[str, Tensor]:
+    """NaN where something is not finite."""
     if not all(bool(x.isfinite().all()) for x in (q, k, h)):
         return dict.fromkeys(STATISTICS, torch.full(k.shape[:2], torch.nan, device=k.device))
     loss = projection_loss(q, k, h, **given)

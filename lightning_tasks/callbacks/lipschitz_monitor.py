@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,17 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
+from attention_modules import AttentionMechanism
 from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_lipschitz
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.inputs import continues
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.mechanisms.shared.probe import unobserved
+from attention_modules.swap import make_observable, make_plain
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
@@ -33,6 +36,7 @@ _WHOLE = (
     "are looked at in place of the first {}, which takes more time and memory; `max_tokens: null` asks for that, and "
     "`exclude` leaves the layer out"
 )
+_SAME = 1e-3  # of the norm: float32 rounds, and what depends on padding is further away
 
 
 class LipschitzMonitor(LayerObserver):
@@ -43,7 +47,8 @@ class LipschitzMonitor(LayerObserver):
     them; what has not converged is an estimate from below, and warned of, once a layer. Where a layer's input, output
     or Jacobian holds NaN or infinite numbers, that is warned of once, and nothing logged of it. The layer's number is
     its place among all self-attention layers of the model, whichever are chosen. A call that continues from a key-value
-    cache is passed by: of a generation, the prompt is looked at. Definitions:
+    cache is passed by: of a generation, the prompt is looked at. Tokens that no row sees (padding) are no part of the
+    input or the output, and a sample without others is none. Definitions:
     :func:`attention_modules.analysis.local_lipschitz`.
 
     The sanity check of a fit tries one iteration of each layer and logs nothing, so that a layer of which this cannot
@@ -56,9 +61,9 @@ class LipschitzMonitor(LayerObserver):
     Args:
         every_n_validations: validations from one firing to the next; the first fires, the sanity check does not.
         num_samples: how many of the batch's samples are looked at.
-        max_tokens: longer sequences are cut to their first tokens, their masks too; None for whole sequences. Of layers
-            that work with one number of tokens only (position bias, rope of a grid, windows) all are looked at, and
-            warned of.
+        max_tokens: longer sequences are cut to the first tokens that are seen, their masks too; None for whole
+            sequences. Of layers that work with one number of tokens only (position bias, rope of a grid, windows) all
+            are looked at, and warned of.
         tol: relative residual at which a sample has converged.
         max_iter: the most iterations; with fewer than 8 hardly any sample is said to have converged.
         where: names of layers (a glob or several); all where None.
@@ -148,11 +153,12 @@ class LipschitzMonitor(LayerObserver):
         if self._hooks is None:
             return
         calls = self._collect()
+        padded = self._padded(pl_module, calls)
         for index, layer in enumerate(self._chosen(pl_module)):
             if index in calls:
-                given = calls.pop(index)
-                found = self._estimate(layer, given, 1 if trainer.sanity_checking else self.max_iter)
-                self._found[layer.name] = _row(found, samples=len(given[0].x))
+                given, seen = calls.pop(index), padded.get(index)
+                found = self._estimate(layer, given, seen, 1 if trainer.sanity_checking else self.max_iter)
+                self._found[layer.name] = _row(found, len(given[0].x) if seen is None else int(seen.any(1).sum()))
                 if found is not None and not trainer.sanity_checking:
                     self._look(layer.name, found)
 
@@ -218,31 +224,59 @@ class LipschitzMonitor(LayerObserver):
             except ValueError as error:
                 raise ValueError(f"LipschitzMonitor on {layer.name!r}: {error}; leave it out with exclude") from error
 
-    def _usable(self, layer: AttentionLayer, calls: Sequence[LayerCall]) -> LayerCall:
-        """The first call, of fewer tokens, unless the layer works only with as many as the model gives it."""
-        *shorter, whole = calls
-        for call in shorter:
-            try:
-                with torch.no_grad(), eager(), unobserved(layer.module):
-                    call(call.x)
-            except ValueError:
-                self._warn(layer.name, "whole", _WHOLE.format(self.max_tokens), f"{call.tokens} tokens")
-            else:
-                return call
-        return whole
+    @torch.inference_mode(False)
+    def _padded(self, pl_module: pl.LightningModule, calls: Mapping[int, Sequence[LayerCall]]) -> dict[int, Tensor]:
+        """Which tokens some row sees, boolean ``[B, N]``, of the layers' calls in which some are seen by none."""
+        found: dict[int, Tensor] = {}
+        chosen = self._chosen(pl_module)
+        asked = {index: whole for index, (*_, whole) in calls.items() if len(whole.x) and whole.has_masks}
+        plain = [chosen[index].name for index in asked if chosen[index].mechanism is None]
+        make_observable(pl_module, plain)
+        try:
+            for index, layer in enumerate(self._chosen(pl_module)):
+                if index in asked and layer.mechanism is not None:
+                    with torch.no_grad(), eager(), unobserved(layer.module):
+                        seen = _seen(asked[index], layer.mechanism)
+                    if seen is not None and not bool(seen.all()):
+                        found[index] = seen
+        finally:
+            make_plain(pl_module, plain)
+        return found
 
-    def _estimate(self, layer: AttentionLayer, calls: Sequence[LayerCall], max_iter: int) -> LipschitzEstimate | None:
-        """None where something is not finite, or there is no sample."""
-        if not len(calls[0].x):
+    def _usable(self, layer: AttentionLayer, calls: Sequence[LayerCall], seen: Tensor | None) -> list[LayerCall] | None:
+        """Calls of fewer tokens, unless the layer works only with as many as the model gives it."""
+        *shorter, whole = calls
+        if not shorter:
             return None
-        call = self._usable(layer, calls)
+        try:
+            with torch.no_grad(), eager(), unobserved(layer.module):
+                usable = shorter if seen is None else _alone(whole, seen, self.max_tokens)
+                for call in usable:
+                    call(call.x)
+        except ValueError:
+            self._warn(layer.name, "whole", _WHOLE.format(self.max_tokens), f"{whole.tokens} tokens")
+            return None
+        return usable
+
+    def _estimate(
+        self, layer: AttentionLayer, calls: Sequence[LayerCall], seen: Tensor | None, max_iter: int
+    ) -> LipschitzEstimate | None:
+        """None where something is not finite, or there is no sample."""
+        whole = calls[-1]
+        if not len(whole.x) or (seen is not None and not bool(seen.any())):
+            return None
+        usable = self._usable(layer, calls, seen)
+        cut = "" if usable is None else f" (its first {usable[0].x.shape[1]} of {whole.tokens} tokens)"
         try:
             with eager(), unobserved(layer.module):  # it calls the layer itself, and users' hooks count batches
-                return local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter)
+                if usable is not None:
+                    return _joined([local_lipschitz(call, call.x, tol=self.tol, max_iter=max_iter) for call in usable])
+                function = whole if seen is None else whole.among(seen)
+                found = local_lipschitz(function, whole.x, tol=self.tol, max_iter=max_iter)
+                return found if seen is None else _joined([found], seen.any(1))
         except NotFiniteError:
             return None
         except (RuntimeError, TypeError, ValueError) as error:
-            cut = f" (its first {call.x.shape[1]} of {call.tokens} tokens)" if call.x.shape[1] < call.tokens else ""
             raise type(error)(f"LipschitzMonitor on {layer.name!r}{cut}: {error}") from error
 
     def _look(self, name: str, found: LipschitzEstimate) -> None:
@@ -268,6 +302,47 @@ class LipschitzMonitor(LayerObserver):
     def _log(self, pl_module: pl.LightningModule, label: str, mean: float, residual: Tensor) -> None:
         values = {"lipschitz": torch.as_tensor(mean, device=residual.device), "lipschitz_residual": residual}
         log_joined(pl_module, {str(MetricName(name, label, stage="val")): value for name, value in values.items()})
+
+
+def _seen(call: LayerCall, mechanism: AttentionMechanism) -> Tensor | None:
+    """Which tokens some row sees in a call, boolean ``[B, N]``; None where its mask says nothing of them."""
+    found: list[Tensor] = []
+
+    def see(mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        seen = seen_tokens(kwargs.get("attn_mask"), *args[:2])
+        if seen is not None and seen.shape == call.x.shape[:2]:
+            found.append(seen)
+
+    hook = mechanism.register_forward_pre_hook(see, with_kwargs=True)
+    try:
+        call(call.x)
+    finally:
+        hook.remove()
+    return torch.stack(found).any(0) if found else None
+
+
+def _alone(whole: LayerCall, seen: Tensor, max_tokens: int | None) -> list[LayerCall]:
+    """The call on the first tokens that are seen of each sample that has some.
+
+    Raises:
+        ValueError: if without the others the layer gives something else.
+    """
+    out, calls = whole(whole.x), []
+    for sample, tokens in enumerate(seen):
+        places = tokens.nonzero().flatten()
+        if len(places):
+            alone, given = whole.part(sample, places), out[sample, places]
+            if bool((alone(alone.x)[0] - given).norm() > _SAME * given.norm()):
+                raise ValueError("positions are counted by column")
+            calls.append(whole.part(sample, places[:max_tokens]))
+    return calls
+
+
+def _joined(found: Sequence[LipschitzEstimate], some: Tensor | slice = slice(None)) -> LipschitzEstimate:
+    """The estimates of some samples as one."""
+    several = ([each.value, each.residual, each.converged] for each in found)
+    value, residual, converged = (torch.cat(parts)[some] for parts in zip(*several, strict=True))
+    return LipschitzEstimate(value, max(each.iterations for each in found), residual, converged)
 
 
 _ROW = ("largest relative residual", "sum over samples", "samples", "calls", "calls with what is not finite")

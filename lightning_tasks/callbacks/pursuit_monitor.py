@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from attention_modules import RPCAttention, rpc_diagnostics
 from attention_modules.hosts import AttentionLayer
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.first_batch import FirstBatchObserver
@@ -39,7 +40,8 @@ class PursuitMonitor(FirstBatchObserver):
     and of all passes together ``val/pursuit/mean_abs_key/layer_00`` and ``val/pursuit/threshold/layer_00`` (not where
     ``lam`` is inf): means over samples and heads (where a layer is called several times, for windows of images, each is
     a sample); the layer's number is its place among all self-attention layers of the model, whichever are chosen or
-    have RPC. Definitions, and what saturation looks like: :func:`attention_modules.rpc_diagnostics`. A firing costs
+    have RPC. Tokens that no row sees (padding) count in none. Definitions, and what saturation looks like:
+    :func:`attention_modules.rpc_diagnostics`. A firing costs
     about two more runs of the layer on ``num_samples`` samples, its maps some rows at a time.
 
     Warned of in words, each once: ``self_probability`` of the last pass above 0.98 among at least 16 tokens (the
@@ -76,7 +78,7 @@ class PursuitMonitor(FirstBatchObserver):
         self._samples: dict[str, int] = {}
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._bad: dict[str, Tensor] = {}
-        self._tokens: dict[str, int] = {}
+        self._tokens: dict[str, Tensor] = {}
         self._said_none = False
         self._warnings = CollapseWarnings("PursuitMonitor", PURSUIT_SIGNS)
         self._idleness = CollapseWarnings("PursuitMonitor", [IDLE_PURSUIT])
@@ -120,7 +122,6 @@ class PursuitMonitor(FirstBatchObserver):
         some = slice(0, self.num_samples - before)
         if before and not len(k[some]):
             return
-        self._tokens[label] = min(k.shape[2], self._tokens.get(label, k.shape[2]))
         self._samples[label] += len(k[some])
         if mask is not None and mask.dim() == 4 and mask.shape[0] == k.shape[0]:
             mask = mask[some]
@@ -138,6 +139,9 @@ class PursuitMonitor(FirstBatchObserver):
         # The residual is a number for any finite keys, but where the iteration leaves the range of numbers.
         bad = torch.stack([(~given.isfinite()).sum() for given in (k[some], v[some], passes["residual"])]).sum().float()
         self._bad[label] = self._bad.get(label, 0) + bad
+        seen = seen_tokens(mask, k[some], k[some])
+        count = bad.new_tensor(k.shape[2]) if seen is None else seen.sum(-1).amin().to(bad)
+        self._tokens[label] = count.minimum(self._tokens.get(label, count))
         sums = self._sums.setdefault(label, {})
         for name, values in passes.items():
             values = values if values.dim() == 3 else values.unsqueeze(0)
@@ -150,7 +154,8 @@ class PursuitMonitor(FirstBatchObserver):
         self._close_unread()
         means = {name: total / count for name, (total, count) in sums.items()}
         if means:
-            self._look(pl_module, to_numbers({**means, **bad}), tokens, stage)
+            beside = {_fewest(label): count for label, count in tokens.items()}
+            self._look(pl_module, to_numbers({**means, **bad, **beside}), stage)
         for name, (total, count) in sums.items():
             self._joined.add(name, total, count)
 
@@ -171,9 +176,7 @@ class PursuitMonitor(FirstBatchObserver):
             found |= dict(zip(_names(label, mechanism), zip(totals, counts, strict=True), strict=True))
         return found
 
-    def _look(
-        self, pl_module: pl.LightningModule, numbers: dict[str, float], tokens: dict[str, int], stage: str
-    ) -> None:
+    def _look(self, pl_module: pl.LightningModule, numbers: dict[str, float], stage: str) -> None:
         """Warn of saturation, a full S and what is not finite; keep what tells an idle one."""
         shown: dict[tuple[str, str], float] = {}
         for layer, mechanism in self._pursuing(pl_module):
@@ -181,7 +184,7 @@ class PursuitMonitor(FirstBatchObserver):
             if _name("sparsity", label, 1) not in numbers:
                 continue
             last = mechanism.iterations
-            if tokens[label] >= FEWEST_KEYS:
+            if numbers[_fewest(label)] >= FEWEST_KEYS:
                 shown["self_probability", name] = numbers[_name("self_probability", label, last)]
             shown["sparsity", name] = numbers[_name("sparsity", label, last)]
             shown[NOT_FINITE.statistic, name] = numbers[label]
@@ -193,6 +196,10 @@ class PursuitMonitor(FirstBatchObserver):
 
     def _forget(self) -> None:
         self._samples, self._sums, self._bad, self._tokens = {}, {}, {}, {}
+
+
+def _fewest(label: str) -> str:
+    return f"tokens/{label}"
 
 
 def _of_all_passes(mechanism: RPCAttention) -> tuple[str, ...]:

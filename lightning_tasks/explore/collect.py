@@ -102,7 +102,8 @@ def _seen(shown: Shown, layers: Layers | None) -> list[dict[str, Any]]:
         statistics = {"entropy": total / rows, "sink": None if shares is None else shares.amax(-1), "logit": None}
         samples, heads, queries, keys = acting.shape
         if not mechanism.own_logits:
-            logits = largest_logit(queries_of(mechanism, *args[:2]), args[1], **mask, scale=given.get("scale"))
+            q, k = queries_of(mechanism, *args[:2]), args[1]
+            logits = largest_logit(q, k, **mask, scale=given.get("scale"), counting=counting)
             statistics["logit"] = logits.unflatten(1, (heads, -1)).amax(-1)  # of pairs of heads, where a map is of two
         found[layer.name] = {
             "name": layer.name,

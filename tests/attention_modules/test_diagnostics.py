@@ -9,25 +9,35 @@ from tests.attention_modules.compare import masks, random_heads
 
 
 def by_hand(k, v, iterations, lam, attn_mask=None, is_causal=False):
-    """The four numbers from the whole map, without the short form (masks that are boolean and keep every row)."""
+    """The numbers from the whole map, without the short form, of the tokens that some row sees (boolean masks)."""
     heads, tokens, width = k.shape[-3:]
     seen = visibility(tokens, attn_mask, is_causal).expand(*k.shape[:-1], tokens)
     mu = seen.sum(-1, keepdim=True) * width * heads / (4 * (seen * k.abs().sum(-1).unsqueeze(-2)).sum(-1, keepdim=True))
     low_rank = dual = torch.zeros_like(k)
+    tokens = seen.any(-2).double()  # [B, H, N]
     passes = []
+
+    def mean(rows):
+        return (rows * tokens).sum(-1) / tokens.sum(-1)
+
+    def norm(rows):
+        return (rows.square().sum(-1) * tokens).sum(-1).sqrt()
+
     for _ in range(iterations):
         sparse = soft(k - low_rank + dual / mu, lam * mu)
         keys = k - sparse - dual / mu
         map_ = (keys @ keys.transpose(-2, -1) / math.sqrt(width)).masked_fill(~seen, -torch.inf).softmax(-1)
         low_rank = map_ @ v
         dual = dual + mu * (k - low_rank - sparse)
-        entropy = -(map_ * map_.clamp(min=1e-300).log()).sum(-1).mean(-1)
-        own = map_.diagonal(dim1=-2, dim2=-1).mean(-1)
-        residual = (k - low_rank - sparse).flatten(-2).norm(dim=-1) / k.flatten(-2).norm(dim=-1)
-        passes.append(((sparse.abs() > 1e-12).double().mean((-2, -1)), residual, entropy, own))
+        entropy = mean(-(map_ * map_.clamp(min=1e-300).log()).sum(-1))
+        own = mean(map_.diagonal(dim1=-2, dim2=-1))
+        passes.append(
+            (mean((sparse.abs() > 1e-12).double().mean(-1)), norm(k - low_rank - sparse) / norm(k), entropy, own)
+        )
     names = ("sparsity", "residual", "entropy", "self_probability")
     found = dict(zip(names, map(torch.stack, zip(*passes, strict=True)), strict=True))
-    return found | {"mean_abs_key": (heads / 4 / mu).mean((-2, -1)), "threshold": (lam * mu).mean((-2, -1))}
+    once = {"mean_abs_key": heads / 4 / mu, "threshold": lam * mu}
+    return found | {name: mean(each.squeeze(-1)) for name, each in once.items()}
 
 
 @pytest.mark.parametrize("case", ["nothing", "causal", "padding", "all"])

@@ -57,8 +57,8 @@ class ActingMap(ABC):
             rows: numbers of the rows wanted, ``[R]``; all where None.
         """
 
-    def some_rows(self) -> Tensor | None:
-        """Rows that stand for all where all would cost much; None for all."""
+    def some_rows(self, counting: Tensor | None = None) -> Tensor | None:
+        """Rows that stand for all that count, boolean ``[B, N]``, where all would cost much; None for all."""
         return None
 
     def of_heads(self, heads: Sequence[int]) -> ActingMap:
@@ -238,8 +238,8 @@ class SumMap(ActingMap):
     def device(self) -> torch.device:
         return self.parts[0][1].device
 
-    def some_rows(self) -> Tensor | None:
-        return _as_many_as_wide(self.parts[0][1].q)
+    def some_rows(self, counting: Tensor | None = None) -> Tensor | None:
+        return _as_many_as_wide(self.parts[0][1].q, counting)
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for several in zip(*(part.blocks(rows) for _, part in self.parts), strict=True):
@@ -275,8 +275,8 @@ class LinearMap(ActingMap):
     def device(self) -> torch.device:
         return self.values.device
 
-    def some_rows(self) -> Tensor | None:
-        return _as_many_as_wide(self.like)
+    def some_rows(self, counting: Tensor | None = None) -> Tensor | None:
+        return _as_many_as_wide(self.like, counting)
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         """As in the base; all is given only after map · v was compared with the output.
@@ -338,10 +338,12 @@ class LinearMap(ActingMap):
             )
 
 
-def _as_many_as_wide(given: Tensor) -> Tensor | None:
-    """As many rows as it is wide, where there are at least 8 times as many."""
+def _as_many_as_wide(given: Tensor, counting: Tensor | None) -> Tensor | None:
+    """As many rows as it is wide, where at least 8 times as many count in a sample."""
     number, width = given.shape[2:]
-    return None if number < 8 * width else middles(number, width, given.device)
+    if number < 8 * width or (counting is not None and int(counting.sum(-1).amax()) < 8 * width):
+        return None
+    return middles(number, width, given.device, None if counting is None else counting.any(0))
 
 
 def middles(number: int, most: int, device: torch.device, counting: Tensor | None = None) -> Tensor:
@@ -418,8 +420,8 @@ class _Part(ActingMap):
     def device(self) -> torch.device:
         return self.whole.device
 
-    def some_rows(self) -> Tensor | None:
-        return self.whole.some_rows()
+    def some_rows(self, counting: Tensor | None = None) -> Tensor | None:
+        return self.whole.some_rows(counting)
 
     def blocks(self, rows: Tensor | None = None) -> Iterator[Block]:
         for place, column, part in self.whole.blocks(rows):

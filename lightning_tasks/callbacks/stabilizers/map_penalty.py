@@ -13,7 +13,6 @@ from torch import Tensor
 
 from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.kernels import has_autocast
-from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.acting import FactorMap
 from attention_modules.mechanisms.shared.probe import acting_map, other_parameters
 from lightning_tasks.callbacks.stabilizers.loss_penalty import LossPenalty
@@ -60,7 +59,7 @@ class MapPenalty(LossPenalty, shared=True):
             parts += [each for each in further if each.requires_grad]
         parts = list({id(part): part for part in parts}.values())
         as_now = _autocast_as_now(query.device)
-        counting = seen_tokens(kwargs.get("attn_mask"), query, key)  # rows of padding reach nobody
+        counting = given["counting"]
 
         def penalty(*given: Tensor) -> Tensor:
             now = _by_part(parts, given)

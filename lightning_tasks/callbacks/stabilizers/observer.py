@@ -12,6 +12,7 @@ from attention_modules import AttentionMechanism
 from attention_modules.base import queries_of
 from attention_modules.function import FunctionAttention
 from attention_modules.hosts import AttentionLayer
+from attention_modules.masks import seen_tokens
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 
@@ -57,6 +58,7 @@ class QueryKeyObserver(MechanismObserver, shared=True):
         query, key = args[:2]
         given = {name: kwargs.get(name, default) for name, default in _LOGITS.items()}
         query = queries_of(self._mechanism(self._layers[index]), query, key)
+        given["counting"] = seen_tokens(given["attn_mask"], query, key)  # rows of padding reach nobody
         return self._see(index, query, key, given, (args, kwargs))
 
     def _see(

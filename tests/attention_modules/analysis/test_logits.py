@@ -40,6 +40,13 @@ def test_a_hidden_nan_is_not_seen_and_a_visible_one_is():
     assert largest_logit(q, k, attn_mask=torch.zeros_like(padding)).isneginf().all()
 
 
+def test_rows_that_do_not_count_are_left_out():
+    q = torch.tensor([1.0, 9.0, 2.0]).view(1, 1, 3, 1)
+    counting = torch.tensor([[True, False, True]])
+    assert largest_logit(q, torch.ones(1, 1, 3, 1), counting=counting).item() == 2.0
+    assert largest_logit(q, torch.ones(1, 1, 3, 1), counting=~counting & False).isneginf().all()
+
+
 def test_half_precision_is_read_in_full():
     q = k = torch.full((1, 1, 2, 4), 200.0, dtype=torch.float16)  # their product overflows float16
     with torch.autocast("cpu", torch.bfloat16):

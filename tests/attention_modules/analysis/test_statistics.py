@@ -13,6 +13,7 @@ from attention_modules.analysis import (
     attention_statistics,
     chunks,
     kernels,
+    sink_features,
     token_similarity,
 )
 from tests.rows import each_row, pairwise
@@ -240,6 +241,15 @@ def test_nan_in_some_rows_is_no_sink():
     seen[5:] = False  # rows that see nothing stay out, whatever they hold
     assert attention_sink(q, k).isnan().tolist() == [[True, False]]
     torch.testing.assert_close(attention_sink(q, k, attn_mask=seen), attention_sink(q[:, :, :5], k))
+
+
+def test_sink_features_of_a_padded_sequence_are_those_of_the_sequence():
+    x, shares = torch.randn(2, 9, 4), torch.rand(2, 3, 9)
+    valid = torch.arange(9) < torch.tensor([[9], [5]])
+    found = sink_features(x, shares.masked_fill(~valid[:, None], 0.0), valid)
+    for name, values in sink_features(x[1:, :5], shares[1:, :, :5]).items():
+        torch.testing.assert_close(found[name][1:], values)
+        torch.testing.assert_close(found[name][:1], sink_features(x[:1], shares[:1])[name])
 
 
 def test_token_similarity_is_the_mean_of_all_pairs():
