@@ -203,3 +203,10 @@ def test_where_a_cut_would_move_tokens_to_other_columns_all_that_are_seen_are_lo
         lambda x: module.layer(torch.cat([hidden, x], 1), mask[:, None, None].bool())[:, PADDING:], sequences, tol=1e-4
     )
     torch.testing.assert_close(run.callback_metrics["val/lipschitz/layer_00"], whole.value.mean(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_watching_plain_layers_on_padding_changes_no_bit(host):
+    (watched, weights), (bare, expected) = (seen(host, of, "before", 2) for of in (plain, list))
+    assert torch.equal(weights, expected)
+    assert watched["val/loss"] == bare["val/loss"]
