@@ -67,7 +67,7 @@ def rpc_diagnostics(
         low_ranks: list[Tensor] = []
         rows: dict[str, list[Tensor]] = {"sparsity": [], "residual": [], "entropy": [], "self_probability": []}
         norm = _norm(k, tokens)
-        norm = norm.masked_fill(norm == 0, torch.inf)
+        norm = norm.masked_fill(norm == 0, torch.inf).where(tokens.any((-2, -1)), torch.nan)
         for raw, query in pass_inputs(k, limit, iterations, low_ranks):
             low_ranks.append(attend(query, query, v, attn_mask, is_causal, 0.0, scale))
             sparse = raw - clip(raw, limit)

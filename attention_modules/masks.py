@@ -12,6 +12,7 @@ from attention_modules.kernels import untransformed
 # of each is zero. An integer: with dynamic=True, torch.compile cannot read a module's float in a part that is computed
 # again in the backward pass.
 HIDDEN = -9984
+SINKS = "attnswap_sinks"  # noted at keys: how many at their end are of no token
 OTHERS = "attnswap_of_other_tokens"  # noted at keys: whether they are of other tokens than the queries, a boolean
 
 
@@ -39,14 +40,26 @@ def seen_tokens(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None
     Args:
         attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``.
         q: queries ``[B, H, N, d]``.
-        k: keys ``[B, H, N, d]``.
+        k: keys ``[B, H, N, d]``, and behind them sinks as a host has noted.
     """
-    if attn_mask is None or not q.shape[-2] == k.shape[-2] == attn_mask.shape[-1]:
+    tokens = k.shape[-2] - getattr(k, SINKS, 0)
+    if attn_mask is None or q.shape[-2] != tokens or attn_mask.shape[-1] != k.shape[-2]:
         return None
     if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, len(q)):
         return None
-    mask = attn_mask.detach().reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))
+    mask = attn_mask.detach()[..., :tokens].reshape((1,) * (4 - attn_mask.ndim) + (*attn_mask.shape[:-1], tokens))
     return (visible(mask).flatten(1, 2).any(1) | getattr(k, OTHERS, False)).expand(len(q), -1)
+
+
+def not_padding(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """As :func:`seen_tokens`, but None where several samples share one mask of rows: what that hides is no padding.
+
+    Its outputs may be what a model is asked for, as the targets of a neural process.
+    """
+    mask = attn_mask
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 and len(q) > 1 and (mask.ndim == 2 or len(mask) == 1):
+        return None
+    return seen_tokens(mask, q, k)
 
 
 def check_mask(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> None:

@@ -183,6 +183,15 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
             layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
 
 
+def made_observable(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Those of these plain layers that :func:`make_observable` works for, by name; it has."""
+    try:
+        make_observable(model, names)
+    except AttentionSwapError:
+        return [made for name in names for made in made_observable(model, [name])] if names[1:] else []
+    return [*names]
+
+
 def _shown(model: nn.Module) -> Record:
     """As :func:`_needed_record`, of all layers; what is known where the example does not run."""
     if getattr(model, "example_input_array", None) is None:

@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Found, survey
-from attention_modules.masks import OTHERS, seen_tokens, visible
+from attention_modules.masks import OTHERS, not_padding, visible
 from attention_modules.precision import to_float64
-from attention_modules.swap import AttentionSwapError, make_observable
+from attention_modules.swap import made_observable, make_observable
 
 _STACK = re.compile(r"\.\d+\.|\.[^.]*$")  # after the part of a layer's name that its stack has in common
 
@@ -76,22 +76,17 @@ def let_be_seen(model: nn.Module, names: Sequence[str]) -> None:
     """
     make_observable(model, names)
     plain = [layer for layer in survey(model).layers if not hasattr(layer.module, "mechanism")]
-    others = [layer.name for layer in plain if not layer.cross]
-    try:
-        make_observable(model, others)
-    except AttentionSwapError:
-        for name in others:
-            with suppress(AttentionSwapError):
-                make_observable(model, [name])
+    made_observable(model, [layer.name for layer in plain if not layer.cross])
 
 
 class SeenTokens:
     """Which tokens some row sees by the masks of a model's layers, boolean ``[B, N]``; None where all count.
 
-    What none sees (padding, say) reaches nobody, and counts nowhere.
+    What none sees reaches nobody, and counts nowhere where it is padding (by
+    :func:`~attention_modules.masks.not_padding`).
 
     Args:
-        named: which tokens of the output count where they are those of no layer (as :func:`counting`).
+        named: which tokens count where masks of layers say nothing (as :func:`counting`).
     """
 
     def __init__(self, named: Tensor | None = None) -> None:
@@ -116,7 +111,10 @@ class SeenTokens:
         else:
             if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
                 k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
-            seen = self._of_stacks[stack] = seen_tokens(mask, q, k)
+            seen = not_padding(mask, q, k)
+            if seen is None and self._named is not None and self._named.shape == (samples, number):
+                seen = self._named
+            self._of_stacks[stack] = seen
             self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)
         for name in layer.names:
             self._of_layers.setdefault(name, []).append(seen)
@@ -146,10 +144,10 @@ class SeenTokens:
 
 
 @contextmanager
-def seeing(model: nn.Module, named: Tensor | None = None) -> Iterator[SeenTokens]:
+def seeing(layers: Sequence[Found], named: Tensor | None = None) -> Iterator[SeenTokens]:
     """Notes, while a model runs, which tokens its layers see of those that have a mechanism (:func:`let_be_seen`)."""
     seen, handles = SeenTokens(named), []
-    for layer in survey(model).layers:
+    for layer in layers:
         if (mechanism := acting_mechanism(getattr(layer.module, "mechanism", None))) is not None:
             handles.append(mechanism.register_forward_pre_hook(partial(seen.note, layer), with_kwargs=True))
     try:

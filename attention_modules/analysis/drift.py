@@ -29,7 +29,7 @@ from attention_modules.analysis.agreement import (
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.base import acting_mechanism
-from attention_modules.hosts.discovery import Selector
+from attention_modules.hosts.discovery import Selector, survey
 from attention_modules.hosts.model.inputs import copied_arguments
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
@@ -157,7 +157,8 @@ def swap_drift(
     forget_made(together)
     before = shared_copy(model).eval()
     mechanisms = {name: getattr(before.get_submodule(name), "mechanism", None) for name in names}
-    let_be_seen(before, [name for name, found in mechanisms.items() if acting_mechanism(found) is None])
+    let_be_seen(before, [name for name, held in mechanisms.items() if acting_mechanism(held) is None])
+    with_masks = survey(before).layers
     alone = {
         name: _swapped_alone(model, name, mechanism, mechanism_options, _mechanism_of(together, name)) for name in names
     }
@@ -173,7 +174,7 @@ def swap_drift(
         args = batch if isinstance(batch, (tuple, list)) else ()
         by_name = counting(model, args, batch if isinstance(batch, Mapping) else {})
         entropies = {name: sums[name].entropy_before for name in names}
-        with seeing(before, by_name) as seen, _entropies(before, entropies, seen):
+        with seeing(with_masks, by_name) as seen, _entropies(before, entropies, seen):
             result, layers_before = _recorded(before, call, batch, names)
         wanted, named = output_of(result)
         valid = seen.of(wanted)

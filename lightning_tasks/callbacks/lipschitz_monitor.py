@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,10 @@ from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.inputs import continues
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
-from attention_modules.masks import seen_tokens
+from attention_modules.masks import not_padding
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.mechanisms.shared.probe import unobserved
-from attention_modules.swap import make_observable, make_plain
+from attention_modules.swap import made_observable, make_plain
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
@@ -231,7 +232,7 @@ class LipschitzMonitor(LayerObserver):
         chosen = self._chosen(pl_module)
         asked = {index: whole for index, (*_, whole) in calls.items() if len(whole.x) and whole.has_masks}
         plain = [chosen[index].name for index in asked if chosen[index].mechanism is None]
-        make_observable(pl_module, plain)
+        plain = made_observable(pl_module, plain)
         try:
             for index, layer in enumerate(self._chosen(pl_module)):
                 if index in asked and layer.mechanism is not None:
@@ -309,13 +310,14 @@ def _seen(call: LayerCall, mechanism: AttentionMechanism) -> Tensor | None:
     found: list[Tensor] = []
 
     def see(mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        seen = seen_tokens(kwargs.get("attn_mask"), *args[:2])
+        seen = not_padding(kwargs.get("attn_mask"), *args[:2])
         if seen is not None and seen.shape == call.x.shape[:2]:
             found.append(seen)
 
     hook = mechanism.register_forward_pre_hook(see, with_kwargs=True)
     try:
-        call(call.x)
+        with suppress(RuntimeError, TypeError, ValueError):  # which the estimate meets, and names the layer
+            call(call.x)
     finally:
         hook.remove()
     return torch.stack(found).any(0) if found else None

@@ -137,10 +137,12 @@ class PursuitMonitor(FirstBatchObserver):
             scale=kwargs.get("scale"),
         )
         # The residual is a number for any finite keys, but where the iteration leaves the range of numbers.
-        bad = torch.stack([(~given.isfinite()).sum() for given in (k[some], v[some], passes["residual"])]).sum().float()
-        self._bad[label] = self._bad.get(label, 0) + bad
         seen = seen_tokens(mask, k[some], k[some])
-        count = bad.new_tensor(k.shape[2]) if seen is None else seen.sum(-1).amin().to(bad)
+        tokens = k.new_full((len(k[some]),), k.shape[2]) if seen is None else seen.sum(-1)
+        residual = passes["residual"].where((tokens > 0)[:, None], 0.0)
+        bad = torch.stack([(~given.isfinite()).sum() for given in (k[some], v[some], residual)]).sum().float()
+        self._bad[label] = self._bad.get(label, 0) + bad
+        count = tokens.where(tokens > 0, k.shape[2]).amin().to(bad)
         self._tokens[label] = count.minimum(self._tokens.get(label, count))
         sums = self._sums.setdefault(label, {})
         for name, values in passes.items():

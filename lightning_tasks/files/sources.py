@@ -15,6 +15,7 @@ import hashlib
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -115,11 +116,21 @@ def value_of(text: str) -> Any:
 def _strings(text: str) -> list[str]:
     """The strings in settings that are Python, as of mmengine, and the files beside them that they import."""
     try:
-        nodes = [*ast.walk(ast.parse(text))]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the file that is read
+            nodes = [*ast.walk(ast.parse(text))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    beside = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.level and each.module]
-    files = ["../" * (each.level - 1) + str(each.module).replace(".", "/") + ".py" for each in beside]
+    beside = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.level]
+    modules = [
+        ("../" * (each.level - 1), [*filter(None, (each.module or "").split("."))], each.names) for each in beside
+    ]
+    files = [
+        f"{outer}{'/'.join(path)}.py"
+        for outer, parts, names in modules
+        for path in (parts, [*parts, "__init__"], *([*parts, each.name] for each in names))
+        if path
+    ]
     return [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)] + files
 
 

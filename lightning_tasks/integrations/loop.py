@@ -230,8 +230,7 @@ class Loop:
         """End, as a fit does, or as one that an error ends."""
         self._hooks.close()
         self._resumed = {}
-        for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
-            each.paused = False
+        self._pause(False)
         if error is not None:
             self._in_batch, self._stepped = False, set()
             self._since_step.clear()
@@ -246,13 +245,16 @@ class Loop:
         for each in self.callbacks:
             getattr(each, name)(self, self._view, *arguments)
 
+    def _pause(self, paused: bool) -> None:
+        for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
+            each.paused = paused
+
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._in_backward, self._went_back = False, True  # an error has ended that backward pass
         trains = model.training and torch.is_grad_enabled()
-        for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
-            each.paused = not trains
+        self._pause(not trains)
         if not trains or self._in_backward:
             return
         if self._in_batch and self._went_back:
@@ -273,6 +275,7 @@ class Loop:
                     each.register_hook(partial(self._begin_backward, nodes))
 
     def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
+        self._pause(False)  # checkpoints call layers again
         if self._in_backward or not self._in_batch or is_probe(nodes):
             return
         self._in_backward = True

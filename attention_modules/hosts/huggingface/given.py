@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_modules.masks import SINKS
 from attention_modules.precision import scaled_logits
 
 MASKS = ("position_bias", "indices")
@@ -86,4 +87,5 @@ def with_key(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, logit: Tensor
     mask = torch.cat([full, logit.to(q.dtype).expand(*q.shape[:-1], 1)], dim=-1)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[-1])], dim=2) for x in (k, v))
     v.keys_without_value = 1  # type: ignore[attr-defined]  # its map is that of the keys before
+    setattr(k, SINKS, 1)
     return mask, k, v

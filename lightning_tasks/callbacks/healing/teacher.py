@@ -22,6 +22,7 @@ from attention_modules.analysis.agreement import (
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
+from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.model.inputs import as_it_is, copied_arguments
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
@@ -83,6 +84,7 @@ class Teacher:
         restore_attention(self.network)
         forget_made(self.network)
         let_be_seen(self.network, self.layers)
+        self._found = survey(self.network).layers
         self.maps = maps
         self.digest = _digest(self.network)
 
@@ -129,7 +131,7 @@ class Teacher:
 
             return hook
 
-        with hooks() as add, seeing(self.network, counting(self.network, args, kwargs)) as seen:
+        with hooks() as add, seeing(self._found, counting(self.network, args, kwargs)) as seen:
             for name in self.layers:
                 layer = self.network.get_submodule(name)
                 add(layer.register_forward_pre_hook(before(name), with_kwargs=True))

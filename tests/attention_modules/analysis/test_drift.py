@@ -21,6 +21,7 @@ from attention_modules.analysis.agreement import (
     relative_error,
     seeing,
 )
+from attention_modules.hosts.discovery import survey
 from attention_modules.mechanism import mechanism_class
 from attention_modules.teacher import shared_copy
 from tests.attention_modules.hosts.huggingface.generating import language_model
@@ -239,6 +240,36 @@ def test_what_no_row_sees_counts_nowhere(kind, where, added):
         assert one.output.relative_error == pytest.approx(other.output.relative_error, rel=1e-6)
         assert one.entropy_before == pytest.approx(other.entropy_before, rel=1e-6)
         assert one.entropy_after == pytest.approx(other.entropy_after, rel=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", ["gated", "entmax"])
+def test_a_sink_of_the_models_own_is_no_token(mechanism):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 30, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, sliding_window=4)).eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    tokens = torch.randint(1, 30, (2, 16))
+    mask = (torch.arange(16) < 8).long().expand(2, -1)
+    torch.manual_seed(1)  # what a mechanism starts with
+    cut = swap_drift(model, mechanism, {"input_ids": tokens[:, :8]})
+    torch.manual_seed(1)
+    padded = swap_drift(model, mechanism, {"input_ids": tokens, "attention_mask": mask})
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-4)
+    for one, other in zip(padded.layers, cut.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-4)
+
+
+def test_targets_that_nobody_sees_by_a_mask_of_rows_count():
+    """As of a neural process: they see the context, and their outputs are what it is asked for."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True), 2).eval()
+    x, mask = torch.randn(2, 10, 16), (torch.arange(10) >= 4).expand(10, 10)
+    other = torch.cat([x[:, :4], 30 * x[:, 4:]], 1)
+    of_all, of_others = (swap_drift(encoder, "sink", [(each, mask)]) for each in (x, other))
+    assert of_all.output.relative_error != pytest.approx(of_others.output.relative_error, rel=1e-2)
 
 
 def test_latents_are_not_the_tokens_that_they_attend_to():
@@ -462,7 +493,7 @@ def test_a_mask_of_rows_says_which_tokens_count(form):
         model(torch.zeros(2, 2, dtype=torch.long), past_key_values=cache)
         earlier = functional.pad(rows, (2, 0), value=True)
         given = {"attention_mask": {name: earlier for name in both}, "past_key_values": cache}
-    with seeing(model) as seen:
+    with seeing(survey(model).layers) as seen:
         out = model(torch.ones(2, 3, dtype=torch.long), **given).last_hidden_state
     for found in (seen.of(out), seen.of_layer("layers.0.self_attn"), seen.of_layer("layers.1.self_attn")):
         assert found is None if form == "continued" else torch.equal(found, padding)

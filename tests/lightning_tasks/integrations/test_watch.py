@@ -138,6 +138,40 @@ def test_further_forward_passes_and_evaluations_are_no_batches(name):
     assert torch.equal(plain[1], with_further[1])
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["EntropyRegularizer", "QKClip"])
+def test_a_look_before_a_backward_pass_that_runs_layers_again_changes_nothing(name, reentrant):
+    class Blocks(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(16, 16)
+            self.layer = torch.nn.TransformerEncoderLayer(16, 2, 16, 0.0, batch_first=True)
+
+        def forward(self, x):
+            x = self.first(x)
+            return checkpoint(self.layer, x, use_reentrant=reentrant) if torch.is_grad_enabled() else self.layer(x)
+
+    def trained(looks):
+        torch.manual_seed(0)
+        model = Blocks()
+        with torch.no_grad():
+            model.layer.self_attn.in_proj_weight.mul_(8)
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=1e-2), torch.randn(3, 7, 16)
+        callbacks = [QKClip(tau=1.0)] if name == "QKClip" else CALLBACKS[name]()
+        with attnswap.watch(model, callbacks=callbacks, optimizer=optimizer, log=lambda values, step: None):
+            for _ in range(2):
+                out = model(x)
+                if looks:
+                    with torch.no_grad():
+                        model(2 * x)
+                out.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return weights_of(model)
+
+    assert torch.equal(trained(looks=True), trained(looks=False))
+
+
 def test_after_an_error_and_at_the_end_the_model_is_as_it_was():
     module = TinyLM()
     before = {name: type(part) for name, part in module.named_modules()}

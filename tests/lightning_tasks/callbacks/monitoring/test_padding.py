@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from attention_modules import swap_attention
 from attention_modules.analysis import local_lipschitz
 from lightning_tasks.callbacks import (
     AttentionDiversification,
@@ -165,6 +166,33 @@ def test_samples_of_different_lengths_count_once_each_and_padding_alone_is_none(
     parts = tokens[:1, :12], tokens[1:2, 5:]
     alone = [estimated(Reads(host), part, torch.ones_like(part), max_tokens=max_tokens) for part in parts]
     assert found == pytest.approx(torch.tensor(alone).mean(0).tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize("option", ["add_bias_kv", "add_zero_attn"])
+def test_layers_that_softmax_does_not_take_are_measured_beside_others(option):
+    module = Reads("torch")
+    layers = module.model.encoder.layers
+    layers[1].self_attn = nn.MultiheadAttention(WIDTH, 4, batch_first=True, **{option: True})
+    mask = torch.ones_like(SEQUENCES)
+    mask[:, 12:] = 0
+    first, second = estimated(module, SEQUENCES, mask)
+    alone, _ = estimated(module, SEQUENCES[:, :12], mask[:, :12])
+    assert first == pytest.approx(alone, rel=1e-3)
+    assert second > 0
+
+
+def test_a_sample_of_padding_alone_pursues_nothing():
+    mask = torch.ones_like(SEQUENCES)
+    tokens = torch.cat([SEQUENCES, SEQUENCES[:1]])
+    found = []
+    for given in ((SEQUENCES, mask), (tokens, torch.cat([mask, torch.zeros_like(mask[:1])]))):
+        module = Reads("torch")
+        swap_attention(module, "rpc", iterations=2)
+        loader = DataLoader(TensorDataset(*given), batch_size=3)
+        logged = fit(module, [PursuitMonitor()], loader, loader).callback_metrics
+        found.append({name: float(value) for name, value in logged.items() if "pursuit" in name})
+    assert len(found[0]) > 4
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 class ByColumn(nn.Module):

@@ -380,7 +380,7 @@ def test_a_loader_is_told_its_place_once(tmp_path, reads_steps):
     assert calls[begun:] == ["load_state_dict", "iter", "iter"]  # of the second epoch and the third
 
 
-@pytest.mark.parametrize("where", ["on_fit_start", "train_dataloader"])
+@pytest.mark.parametrize("where", ["on_fit_start", "__len__"])
 def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_path, where):
     fitted("lightning.pytorch", tmp_path, module_of("lightning.pytorch", True), 8)
 
@@ -403,8 +403,14 @@ def test_a_resumed_fit_that_failed_before_it_ran_leaves_nothing_to_the_next(tmp_
         Trainer(max_epochs=3, accelerator="cpu", callbacks=kept, **quiet) for kept in ([ExactResume(), fails], [fails])
     )
     own.configure_optimizers = lambda: torch.optim.SGD(own.parameters(), lr=1e-3)
-    loader = own.train_dataloader
-    own.train_dataloader = lambda: fails.fail("train_dataloader") or loader()
+
+    class Counted(ResumableLoader):
+        def __len__(self):  # an error in train_dataloader() leaves DataLoader as Lightning changes it for that call
+            fails.fail("__len__")
+            return super().__len__()
+
+    data = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24)
+    own.train_dataloader = lambda: Counted(data, batch_size=2, shuffle=True)
     with pytest.raises(Killed):
         trainer.fit(own, ckpt_path=str(next(tmp_path.glob("*step=8.ckpt"))))
     fails.fails, drawn = False, []

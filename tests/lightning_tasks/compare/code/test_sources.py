@@ -187,7 +187,10 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
     """As of mmengine: files by `_base_` or by an import from beside them, which nothing imports here."""
     texts = {
         "mine.py": "_base_ = ['./base.py']\nfrom ..shared.sizes import *\nfrom .runtime import hooks\n",
-        "base.py": "data = 'index.json'\n",
+        "base.py": "data = 'index.json'\nfrom . import more\nfrom .inner import rates\npattern = '\\d'\n",
+        "more.py": "",
+        "inner/__init__.py": "",
+        "inner/rates.py": "",
         "runtime.py": "hooks = []\n",
         "../shared/sizes.py": "size = 3\n",
         "broken.py": "(",
@@ -199,7 +202,8 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
     found = sources_of([{"mmseg_config": "conf/mine.py"}, "conf/broken.py"])
     of_files = {name for name in found if name.endswith((".py", ".json"))}
     assert of_files == {
-        *("conf/mine.py", "conf/base.py", "conf/runtime.py", "shared/sizes.py", "index.json", "conf/broken.py")
+        *("conf/mine.py", "conf/base.py", "conf/runtime.py", "shared/sizes.py", "index.json", "conf/broken.py"),
+        *("conf/more.py", "conf/inner/__init__.py", "conf/inner/rates.py"),
     }
 
 
