@@ -57,7 +57,7 @@ def not_padding(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None
     Its outputs may be what a model is asked for, as the targets of a neural process.
     """
     mask = attn_mask
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 and len(q) > 1 and (mask.ndim == 2 or len(mask) == 1):
+    if mask is not None and len(q) > 1 and mask.ndim > 1 and mask.shape[-2] > 1 and (mask.ndim < 4 or len(mask) == 1):
         return None
     return seen_tokens(mask, q, k)
 

@@ -184,11 +184,11 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def made_observable(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Those of these plain layers that :func:`make_observable` works for, by name; it has."""
+    """As :func:`make_observable`, of those of these layers that take softmax; their names."""
     try:
         make_observable(model, names)
-    except AttentionSwapError:
-        return [made for name in names for made in made_observable(model, [name])] if names[1:] else []
+    except ValueError:
+        return [] if len(names) < 2 else [made for name in names for made in made_observable(model, [name])]
     return [*names]
 
 

@@ -112,8 +112,8 @@ class SeenTokens:
             if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
                 k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
             seen = not_padding(mask, q, k)
-            if seen is None and self._named is not None and self._named.shape == (samples, number):
-                seen = self._named
+            if seen is None and mask is not None and self._named is not None and self._named.shape == (samples, number):
+                seen = self._named  # a layer without a mask may have other tokens, of the same number
             self._of_stacks[stack] = seen
             self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)
         for name in layer.names:

@@ -19,7 +19,7 @@ from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.inputs import continues
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
-from attention_modules.masks import not_padding
+from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer, check_number
 from attention_modules.mechanisms.shared.probe import unobserved
 from attention_modules.swap import made_observable, make_plain
@@ -310,7 +310,7 @@ def _seen(call: LayerCall, mechanism: AttentionMechanism) -> Tensor | None:
     found: list[Tensor] = []
 
     def see(mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        seen = not_padding(kwargs.get("attn_mask"), *args[:2])
+        seen = seen_tokens(kwargs.get("attn_mask"), *args[:2])
         if seen is not None and seen.shape == call.x.shape[:2]:
             found.append(seen)
 

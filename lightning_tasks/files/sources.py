@@ -101,7 +101,8 @@ def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Pat
                 seen.add(real)
                 with contextlib.suppress(OSError):
                     text = real.read_text(encoding="utf-8", errors="replace")
-                    yield from _texts((_strings if real.suffix == ".py" else value_of)(text), path.parent, seen)
+                    inner = _strings(text, path.parent) if real.suffix == ".py" else value_of(text)
+                    yield from _texts(inner, path.parent, seen)
 
 
 @lru_cache(maxsize=256)
@@ -113,7 +114,7 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _strings(text: str) -> list[str]:
+def _strings(text: str, folder: Path) -> list[str]:
     """The strings in settings that are Python, as of mmengine, and the files beside them that they import."""
     try:
         with warnings.catch_warnings():
@@ -121,17 +122,15 @@ def _strings(text: str) -> list[str]:
             nodes = [*ast.walk(ast.parse(text))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    beside = [each for each in nodes if isinstance(each, ast.ImportFrom) and each.level]
-    modules = [
-        ("../" * (each.level - 1), [*filter(None, (each.module or "").split("."))], each.names) for each in beside
-    ]
-    files = [
-        f"{outer}{'/'.join(path)}.py"
-        for outer, parts, names in modules
-        for path in (parts, [*parts, "__init__"], *([*parts, each.name] for each in names))
-        if path
-    ]
-    return [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)] + files
+    found = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    for each in nodes:
+        if isinstance(each, ast.ImportFrom) and each.level:
+            module = folder.joinpath(*[".."] * (each.level - 1), *(each.module or "").split("."))
+            for path in (module, *(module / alias.name for alias in each.names)):
+                files = (file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file())
+                names = [os.path.relpath(file) for file in files]
+                found += [name if os.sep in name else os.path.join(os.curdir, name) for name in names]  # no import path
+    return found
 
 
 def _registered(texts: set[str]) -> list[str]:

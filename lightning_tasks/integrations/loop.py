@@ -174,7 +174,7 @@ class Loop:
         self._stepped: set[int] = set()  # optimizers, in this batch
         self._steps = 0  # of them, in all
         self._foreign: dict[int, int] = {}  # of optimizers that nobody named: how many there were when a step began
-        self._told = False
+        self._told = self._paused = False
 
     @property
     def global_step(self) -> int:
@@ -246,6 +246,7 @@ class Loop:
             getattr(each, name)(self, self._view, *arguments)
 
     def _pause(self, paused: bool) -> None:
+        self._paused = paused
         for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
             each.paused = paused
 
@@ -266,16 +267,16 @@ class Loop:
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        if self._in_batch and not self._in_backward and torch.is_grad_enabled():
+        if not self._in_backward and torch.is_grad_enabled():
             # Here, as functional_call puts others in the place of Parameters while the model runs.
             trained = [each for each in model.parameters() if each.requires_grad] if self._acts else []
             nodes = [get_gradient_edge(each).node for each in trained]
             for each in tensors_of(output):
                 if each.grad_fn is not None:  # hooks of what outlives the pass, as a Parameter, would pile up
-                    each.register_hook(partial(self._begin_backward, nodes))
+                    each.register_hook(partial(self._begin_backward, nodes, self._paused))
 
-    def _begin_backward(self, nodes: Sequence[Any], gradient: Tensor) -> None:
-        self._pause(False)  # checkpoints call layers again
+    def _begin_backward(self, nodes: Sequence[Any], paused: bool, gradient: Tensor) -> None:
+        self._pause(paused)  # as in the forward pass: checkpoints call layers again
         if self._in_backward or not self._in_batch or is_probe(nodes):
             return
         self._in_backward = True

@@ -272,6 +272,29 @@ def test_targets_that_nobody_sees_by_a_mask_of_rows_count():
     assert of_all.output.relative_error != pytest.approx(of_others.output.relative_error, rel=1e-2)
 
 
+@pytest.mark.parametrize("latents", [8, 9])
+def test_latents_that_attend_to_one_another_all_count(latents):
+    """Though the tokens that they were made of are as many, and have an ``attention_mask``."""
+
+    class Perceiver(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.latents = nn.Parameter(torch.randn(latents, 16))
+            self.cross = nn.MultiheadAttention(16, 2, batch_first=True)
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+
+        def forward(self, x, attention_mask):
+            own = self.latents.expand(len(x), -1, -1)
+            return self.layer(own + self.cross(own, x, x, key_padding_mask=attention_mask == 0)[0])
+
+    torch.manual_seed(0)
+    model, x = Perceiver(), torch.randn(2, 8, 16)
+    mask = (torch.arange(8) < 3).long().expand(2, -1)
+    padded, cut = (swap_drift(model, "sink", [(x[:, :n], mask[:, :n])]) for n in (8, 3))
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-5)
+    assert padded.layers[0].relative_error == pytest.approx(cut.layers[0].relative_error, rel=1e-5)
+
+
 def test_latents_are_not_the_tokens_that_they_attend_to():
     """As many latents as tokens: all of them count. The witness: a batch of tokens that are all there."""
 

@@ -138,9 +138,11 @@ def test_further_forward_passes_and_evaluations_are_no_batches(name):
     assert torch.equal(plain[1], with_further[1])
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["EntropyRegularizer", "QKClip"])
-def test_a_look_before_a_backward_pass_that_runs_layers_again_changes_nothing(name, reentrant):
+@pytest.mark.parametrize(
+    ("look", "reentrant"), [("no_grad", False), ("no_grad", True), ("attack", False), ("attack behind", False)]
+)
+def test_a_look_beside_a_backward_pass_that_runs_layers_again_changes_nothing(name, reentrant, look):
     class Blocks(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -150,6 +152,14 @@ def test_a_look_before_a_backward_pass_that_runs_layers_again_changes_nothing(na
         def forward(self, x):
             x = self.first(x)
             return checkpoint(self.layer, x, use_reentrant=reentrant) if torch.is_grad_enabled() else self.layer(x)
+
+    def peek(model, x):
+        model.eval()
+        with torch.set_grad_enabled(look != "no_grad"):
+            out = model(x.requires_grad_(look != "no_grad")).sum()
+        if look != "no_grad":
+            torch.autograd.grad(out, x)
+        model.train()
 
     def trained(looks):
         torch.manual_seed(0)
@@ -161,10 +171,11 @@ def test_a_look_before_a_backward_pass_that_runs_layers_again_changes_nothing(na
         with attnswap.watch(model, callbacks=callbacks, optimizer=optimizer, log=lambda values, step: None):
             for _ in range(2):
                 out = model(x)
-                if looks:
-                    with torch.no_grad():
-                        model(2 * x)
+                if looks and look != "attack behind":
+                    peek(model, 2 * x)
                 out.square().mean().backward()
+                if looks and look == "attack behind":
+                    peek(model, 2 * x)
                 optimizer.step()
                 optimizer.zero_grad()
         return weights_of(model)

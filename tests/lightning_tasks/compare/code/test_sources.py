@@ -189,6 +189,7 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
         "mine.py": "_base_ = ['./base.py']\nfrom ..shared.sizes import *\nfrom .runtime import hooks\n",
         "base.py": "data = 'index.json'\nfrom . import more\nfrom .inner import rates\npattern = '\\d'\n",
         "more.py": "",
+        "../more.py": "",  # another of that name, in the working folder
         "inner/__init__.py": "",
         "inner/rates.py": "",
         "runtime.py": "hooks = []\n",
