@@ -184,7 +184,7 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def made_observable(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """As :func:`make_observable`, of those of these layers that take softmax; their names."""
+    """Make those of these layers observable that take softmax; returns their names."""
     try:
         make_observable(model, names)
     except ValueError:

@@ -86,7 +86,7 @@ class SeenTokens:
     :func:`~attention_modules.masks.not_padding`).
 
     Args:
-        named: which tokens count where masks of layers say nothing (as :func:`counting`).
+        named: which tokens count where a layer's mask does not say so, or is causal alone (as :func:`counting`).
     """
 
     def __init__(self, named: Tensor | None = None) -> None:
@@ -112,8 +112,9 @@ class SeenTokens:
             if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
                 k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
             seen = not_padding(mask, q, k)
-            if seen is None and mask is not None and self._named is not None and self._named.shape == (samples, number):
-                seen = self._named  # a layer without a mask may have other tokens, of the same number
+            hides = mask is not None or bool(kwargs.get("is_causal"))  # else its tokens may be others, as many
+            if seen is None and hides and self._named is not None and self._named.shape == (samples, number):
+                seen = self._named
             self._of_stacks[stack] = seen
             self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)
         for name in layer.names:

@@ -142,7 +142,7 @@ class PursuitMonitor(FirstBatchObserver):
         residual = passes["residual"].where((tokens > 0)[:, None], 0.0)
         bad = torch.stack([(~given.isfinite()).sum() for given in (k[some], v[some], residual)]).sum().float()
         self._bad[label] = self._bad.get(label, 0) + bad
-        count = torch.cat([tokens.where(tokens > 0, k.shape[2]), tokens.new_full((1,), k.shape[2])]).amin().to(bad)
+        count = (tokens.where(tokens > 0, k.shape[2]).amin() if len(tokens) else k.new_tensor(k.shape[2])).to(bad)
         self._tokens[label] = count.minimum(self._tokens.get(label, count))
         sums = self._sums.setdefault(label, {})
         for name, values in passes.items():

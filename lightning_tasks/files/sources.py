@@ -54,12 +54,12 @@ def sources_of(settings: Sequence[Any], folder: Path | None = None) -> Sources:
     PathFinder.invalidate_caches()
     found: Sources = {}
     named = dict.fromkeys(_texts(settings, folder or Path.cwd(), set()))
-    texts = dict.fromkeys(text for text, _ in named)
+    texts = dict.fromkeys(text for text, _ in named if isinstance(text, str))
     for text in (*texts, *_registered({*texts})):
         if _is_import_path(text):
             found.update(_of_code(_dotted(text)))
-    for text, beside in named:
-        for name, path in _paths(text, beside).items():
+    for stated, beside in named:
+        for name, path in _paths(stated, beside).items():
             found.update(_of_path(name, path))
     return dict(sorted(found.items()))
 
@@ -86,7 +86,7 @@ def mixed_sources(recorded: Sequence[tuple[str, Mapping[str, str]]]) -> list[str
     return [f"the cells ran with different states of {', '.join(mixed)}"] if mixed else []
 
 
-def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Path]]:
+def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str | Path, Path]]:
     """Every string in plain data, and in the files of settings that one names; each with the folder where it stands."""
     if isinstance(value, Mapping):
         files = [key for key in value if isinstance(key, str) and any(map(Path.is_file, _paths(key, folder).values()))]
@@ -94,9 +94,9 @@ def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str, Pat
     if isinstance(value, (list, tuple)):
         for each in value:
             yield from _texts(each, folder, seen)
-    elif isinstance(value, str):
+    elif isinstance(value, (str, Path)):
         yield value, folder
-        for path in _paths(value, folder).values() if value.endswith((*_SETTINGS, ".py")) else ():
+        for path in _paths(value, folder).values() if str(value).endswith((*_SETTINGS, ".py")) else ():
             if (real := path.resolve()) not in seen and real.is_file() and real.stat().st_size <= _MOST_SETTINGS:
                 seen.add(real)
                 with contextlib.suppress(OSError):
@@ -114,7 +114,7 @@ def value_of(text: str) -> Any:
         return text
 
 
-def _strings(text: str, folder: Path) -> list[str]:
+def _strings(text: str, folder: Path) -> list[str | Path]:
     """The strings in settings that are Python, as of mmengine, and the files beside them that they import."""
     try:
         with warnings.catch_warnings():
@@ -122,15 +122,14 @@ def _strings(text: str, folder: Path) -> list[str]:
             nodes = [*ast.walk(ast.parse(text))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    found = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    texts = [each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    files: list[Path] = []
     for each in nodes:
         if isinstance(each, ast.ImportFrom) and each.level:
-            module = folder.joinpath(*[".."] * (each.level - 1), *(each.module or "").split("."))
-            for path in (module, *(module / alias.name for alias in each.names)):
-                files = (file for file in (path.with_name(f"{path.name}.py"), path / "__init__.py") if file.is_file())
-                names = [os.path.relpath(file) for file in files]
-                found += [name if os.sep in name else os.path.join(os.curdir, name) for name in names]  # no import path
-    return found
+            place, parts = folder.joinpath(*[".."] * (each.level - 1)), each.module.split(".") if each.module else []
+            for path in ([parts] if parts else []) + [[*parts, alias.name] for alias in each.names]:
+                files += [place.joinpath(*path[:-1], f"{path[-1]}.py"), place.joinpath(*path, "__init__.py")]
+    return [*texts, *(file for file in files if file.is_file())]
 
 
 def _registered(texts: set[str]) -> list[str]:
@@ -141,9 +140,11 @@ def _registered(texts: set[str]) -> list[str]:
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds]
 
 
-def _paths(text: str, folder: Path) -> dict[str, Path]:
+def _paths(text: str | Path, folder: Path) -> dict[str, Path]:
     """The files and folders that a text in `folder` may mean, also behind `file://` or `local-dir:`; by their names."""
     found: dict[str, Path] = {}
+    if isinstance(text, Path):  # one that is there
+        return {os.path.relpath(text): text}
     if len(text) > 4_096 or "\0" in text:
         return found
     with contextlib.suppress(OSError, RuntimeError, ValueError):

@@ -17,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from attention_modules.kernels import untransformed
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks import (
     AttentionDiversification,
@@ -267,7 +268,8 @@ class Loop:
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._in_backward and torch.is_grad_enabled():
+        is_own = all(untransformed(each) is each for each in tensors_of(output))  # and none of torch.func
+        if self._in_batch and is_own and not self._in_backward and torch.is_grad_enabled():
             # Here, as functional_call puts others in the place of Parameters while the model runs.
             trained = [each for each in model.parameters() if each.requires_grad] if self._acts else []
             nodes = [get_gradient_edge(each).node for each in trained]
@@ -276,6 +278,8 @@ class Loop:
                     each.register_hook(partial(self._begin_backward, nodes, self._paused))
 
     def _begin_backward(self, nodes: Sequence[Any], paused: bool, gradient: Tensor) -> None:
+        if self._resumed is not None:  # the block is over
+            return
         self._pause(paused)  # as in the forward pass: checkpoints call layers again
         if self._in_backward or not self._in_batch or is_probe(nodes):
             return

@@ -272,6 +272,27 @@ def test_targets_that_nobody_sees_by_a_mask_of_rows_count():
     assert of_all.output.relative_error != pytest.approx(of_others.output.relative_error, rel=1e-2)
 
 
+def test_padding_behind_that_a_causal_layer_is_not_told_of_counts_nowhere():
+    """The model alone knows of it: none of the other tokens sees what comes later."""
+
+    class Causal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.ModuleList(SelfAttention(16, 2) for _ in range(2))
+
+        def forward(self, x, attention_mask):
+            for layer in self.attn:
+                x = x + layer(x, is_causal=True)
+            return x
+
+    torch.manual_seed(0)
+    model, x = Causal(), torch.randn(2, 8, 16)
+    mask = (torch.arange(8) < 3).long().expand(2, -1)
+    padded, cut = (swap_drift(model, "sink", [(x[:, :n], mask[:, :n])]) for n in (8, 3))
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-5)
+    assert padded.layers[1].relative_error == pytest.approx(cut.layers[1].relative_error, rel=1e-5)
+
+
 @pytest.mark.parametrize("latents", [8, 9])
 def test_latents_that_attend_to_one_another_all_count(latents):
     """Though the tokens that they were made of are as many, and have an ``attention_mask``."""

@@ -183,6 +183,18 @@ def test_a_look_beside_a_backward_pass_that_runs_layers_again_changes_nothing(na
     assert torch.equal(trained(looks=True), trained(looks=False))
 
 
+def test_a_backward_pass_behind_the_block_pauses_nothing():
+    module, monitor = TinyLM(), AttentionMonitor(1)
+    x = next(iter(batches()))[0]
+    with attnswap.watch(module, callbacks=[monitor], log=lambda values, step: None):
+        module(x).sum().backward()
+        module.eval()
+        out = module(x)
+        module.train()
+    out.sum().backward()
+    assert not monitor.paused
+
+
 def test_after_an_error_and_at_the_end_the_model_is_as_it_was():
     module = TinyLM()
     before = {name: type(part) for name, part in module.named_modules()}

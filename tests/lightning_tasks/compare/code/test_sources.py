@@ -189,7 +189,9 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
         "mine.py": "_base_ = ['./base.py']\nfrom ..shared.sizes import *\nfrom .runtime import hooks\n",
         "base.py": "data = 'index.json'\nfrom . import more\nfrom .inner import rates\npattern = '\\d'\n",
         "more.py": "",
-        "../more.py": "",  # another of that name, in the working folder
+        "../more.py": "",  # others of such names, in the working folder and further in
+        "../conf.py": "",
+        "conf/base.py": "",
         "inner/__init__.py": "",
         "inner/rates.py": "",
         "runtime.py": "hooks = []\n",
@@ -198,7 +200,7 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
     }
     for name, text in texts.items():
         path = project / "conf" / name
-        path.parent.resolve().mkdir(exist_ok=True)
+        path.parent.resolve().mkdir(exist_ok=True, parents=True)
         path.resolve().write_text(text)
     found = sources_of([{"mmseg_config": "conf/mine.py"}, "conf/broken.py"])
     of_files = {name for name in found if name.endswith((".py", ".json"))}
