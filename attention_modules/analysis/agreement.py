@@ -112,8 +112,10 @@ class SeenTokens:
             if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
                 k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
             seen = not_padding(mask, q, k)
-            hides = mask is not None or bool(kwargs.get("is_causal"))  # else its tokens may be others, as many
-            if seen is None and hides and self._named is not None and self._named.shape == (samples, number):
+            hides = mask is not None or bool(kwargs.get("is_causal"))  # else its tokens may be others, as many,
+            last = self._last.get((samples, number), (None,))[0]
+            others = last is not None and last is not self._named  # as those of another stack are
+            if seen is None and hides and not others and getattr(self._named, "shape", None) == (samples, number):
                 seen = self._named
             self._of_stacks[stack] = seen
             self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)

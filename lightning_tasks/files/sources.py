@@ -126,10 +126,12 @@ def _strings(text: str, folder: Path) -> list[str | Path]:
     files: list[Path] = []
     for each in nodes:
         if isinstance(each, ast.ImportFrom) and each.level:
-            place, parts = folder.joinpath(*[".."] * (each.level - 1)), each.module.split(".") if each.module else []
-            for path in ([parts] if parts else []) + [[*parts, alias.name] for alias in each.names]:
-                files += [place.joinpath(*path[:-1], f"{path[-1]}.py"), place.joinpath(*path, "__init__.py")]
-    return [*texts, *(file for file in files if file.is_file())]
+            package = folder.joinpath(*[".."] * (each.level - 1))
+            module = package.joinpath(*each.module.split(".")) if each.module else package
+            inner = [module / alias.name for alias in each.names if alias.name != "*"]
+            files += [path.with_name(f"{path.name}.py") for path in ([module] if each.module else []) + inner]
+            files += [path / "__init__.py" for path in (module, *inner)]
+    return [*texts, *(file.resolve() for file in files if file.is_file())]
 
 
 def _registered(texts: set[str]) -> list[str]:
@@ -143,7 +145,7 @@ def _registered(texts: set[str]) -> list[str]:
 def _paths(text: str | Path, folder: Path) -> dict[str, Path]:
     """The files and folders that a text in `folder` may mean, also behind `file://` or `local-dir:`; by their names."""
     found: dict[str, Path] = {}
-    if isinstance(text, Path):  # one that is there
+    if isinstance(text, Path):  # of a file that is there
         return {os.path.relpath(text): text}
     if len(text) > 4_096 or "\0" in text:
         return found

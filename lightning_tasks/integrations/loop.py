@@ -268,8 +268,9 @@ class Loop:
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
-        is_own = all(untransformed(each) is each for each in tensors_of(output))  # and none of torch.func
-        if self._in_batch and is_own and not self._in_backward and torch.is_grad_enabled():
+        if self._in_backward or not torch.is_grad_enabled():
+            return
+        if all(untransformed(each) is each for each in tensors_of(output)):  # else they are of torch.func
             # Here, as functional_call puts others in the place of Parameters while the model runs.
             trained = [each for each in model.parameters() if each.requires_grad] if self._acts else []
             nodes = [get_gradient_edge(each).node for each in trained]

@@ -293,6 +293,27 @@ def test_padding_behind_that_a_causal_layer_is_not_told_of_counts_nowhere():
     assert padded.layers[1].relative_error == pytest.approx(cut.layers[1].relative_error, rel=1e-5)
 
 
+@pytest.mark.parametrize("inputs", [8, 9])
+def test_targets_of_a_causal_decoder_all_count_beside_padded_inputs(inputs):
+    class Translates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+            self.decoder, self.cross = SelfAttention(16, 2), nn.MultiheadAttention(16, 2, batch_first=True)
+
+        def forward(self, x, attention_mask, targets):
+            hidden = attention_mask == 0
+            x = self.encoder(x, src_key_padding_mask=hidden)
+            targets = targets + self.decoder(targets, is_causal=True)
+            return targets + self.cross(targets, x, x, key_padding_mask=hidden)[0]
+
+    torch.manual_seed(0)
+    model, x, targets = Translates(), torch.randn(2, 9, 16), torch.randn(2, 8, 16)
+    mask = (torch.arange(9) < 3).long().expand(2, -1)
+    padded, cut = (swap_drift(model, "sink", [(x[:, :n], mask[:, :n], targets)]) for n in (inputs, 3))
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-5)
+
+
 @pytest.mark.parametrize("latents", [8, 9])
 def test_latents_that_attend_to_one_another_all_count(latents):
     """Though the tokens that they were made of are as many, and have an ``attention_mask``."""

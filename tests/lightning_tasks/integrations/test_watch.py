@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -140,7 +141,8 @@ def test_further_forward_passes_and_evaluations_are_no_batches(name):
 
 @pytest.mark.parametrize("name", ["EntropyRegularizer", "QKClip"])
 @pytest.mark.parametrize(
-    ("look", "reentrant"), [("no_grad", False), ("no_grad", True), ("attack", False), ("attack behind", False)]
+    ("look", "reentrant"),
+    [("no_grad", False), ("no_grad", True), *((f"attack{place}", False) for place in ("", " behind", " before"))],
 )
 def test_a_look_beside_a_backward_pass_that_runs_layers_again_changes_nothing(name, reentrant, look):
     class Blocks(torch.nn.Module):
@@ -157,9 +159,8 @@ def test_a_look_beside_a_backward_pass_that_runs_layers_again_changes_nothing(na
         model.eval()
         with torch.set_grad_enabled(look != "no_grad"):
             out = model(x.requires_grad_(look != "no_grad")).sum()
-        if look != "no_grad":
-            torch.autograd.grad(out, x)
         model.train()
+        return out, x
 
     def trained(looks):
         torch.manual_seed(0)
@@ -170,17 +171,34 @@ def test_a_look_beside_a_backward_pass_that_runs_layers_again_changes_nothing(na
         callbacks = [QKClip(tau=1.0)] if name == "QKClip" else CALLBACKS[name]()
         with attnswap.watch(model, callbacks=callbacks, optimizer=optimizer, log=lambda values, step: None):
             for _ in range(2):
+                seen = [peek(model, 2 * x)] if looks and look == "attack before" else []
                 out = model(x)
-                if looks and look != "attack behind":
-                    peek(model, 2 * x)
+                if looks and look in ("no_grad", "attack"):
+                    seen.append(peek(model, 2 * x))
                 out.square().mean().backward()
                 if looks and look == "attack behind":
-                    peek(model, 2 * x)
+                    seen.append(peek(model, 2 * x))
+                for each in seen if look != "no_grad" else []:
+                    torch.autograd.grad(*each)
                 optimizer.step()
                 optimizer.zero_grad()
         return weights_of(model)
 
     assert torch.equal(trained(looks=True), trained(looks=False))
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian])
+def test_transforms_of_torch_func_are_no_passes(transform):
+    module = torch.nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)
+    optimizer, x = torch.optim.SGD(module.parameters(), lr=0.1), torch.randn(1, 3, 8)
+    with (
+        attnswap.watch(module, callbacks=[QKClip(tau=1.0)], optimizer=optimizer, log=lambda values, step: None) as loop,
+        sdpa_kernel(SDPBackend.MATH),
+    ):
+        for _ in range(2):  # outside a batch, and within one
+            transform(lambda given: module(given).sum())(x)
+            module(x).sum()
+        assert loop.passes == 1
 
 
 def test_a_backward_pass_behind_the_block_pauses_nothing():

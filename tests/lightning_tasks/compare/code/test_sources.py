@@ -191,6 +191,7 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
         "more.py": "",
         "../more.py": "",  # others of such names, in the working folder and further in
         "../conf.py": "",
+        "__init__.py": "",
         "conf/base.py": "",
         "inner/__init__.py": "",
         "inner/rates.py": "",
@@ -206,7 +207,7 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
     of_files = {name for name in found if name.endswith((".py", ".json"))}
     assert of_files == {
         *("conf/mine.py", "conf/base.py", "conf/runtime.py", "shared/sizes.py", "index.json", "conf/broken.py"),
-        *("conf/more.py", "conf/inner/__init__.py", "conf/inner/rates.py"),
+        *("conf/more.py", "conf/__init__.py", "conf/inner/__init__.py", "conf/inner/rates.py"),
     }
 
 
