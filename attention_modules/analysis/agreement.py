@@ -295,7 +295,7 @@ def relative_error(error: float, size: float) -> float:
 def output_of(result: Any) -> tuple[Tensor, bool]:
     """The tensor that stands for what a model returns, and whether it is named logits.
 
-    Of an object or mapping its ``logits``, else its ``last_hidden_state``; of a tuple its first part.
+    Of an object or mapping its ``logits``, else its ``last_hidden_state``; of a tuple its first part that is no loss.
 
     Raises:
         TypeError: if none of these is a floating tensor.
@@ -304,10 +304,11 @@ def output_of(result: Any) -> tuple[Tensor, bool]:
         found = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
         if isinstance(found, Tensor):
             return found, name == "logits"
-    first = result[0] if isinstance(result, (tuple, list)) and result else result
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    first = next((each for each in parts if not (isinstance(each, Tensor) and each.ndim == 0)), None)
     if not isinstance(first, Tensor) or not first.is_floating_point():
         raise TypeError(
-            f"the model returns {type(result).__name__}, in which no output is found: it must be a floating tensor, a "
-            "tuple that begins with one, or have logits or last_hidden_state"
+            f"the model returns {type(result).__name__}, in which no output is found: it must be a floating tensor of "
+            "some dimension, a tuple that begins with one (behind a loss), or have logits or last_hidden_state"
         )
     return first, False

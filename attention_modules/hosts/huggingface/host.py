@@ -273,7 +273,9 @@ class HuggingFaceHost(Host):
         return groups_of(layer)
 
     def norm(self, layer: Any) -> str | None:
-        return None if _norm(layer, "[qk]") is None else "q/k norm"
+        """Also one without weights, as Llama 4's, is one."""
+        norms = (each for name, each in layer._modules.items() if re.match(r"[qk]\w*norm", name))
+        return "q/k norm" if any(each is not None and not isinstance(each, nn.Identity) for each in norms) else None
 
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or (_ROPE if _call_of(layer).rotates else None)
@@ -315,7 +317,7 @@ class HuggingFaceHost(Host):
                 "its query projection is spread over processes (tensor parallelism), and is not taken out there; use a "
                 "mechanism with a query, or load the model without tp_plan, and take DDP or FSDP2"
             )
-        norm = _norm(layer, "q")
+        norm = _norm(layer)
         if norm is not None:
             return f"it normalizes queries ({norm}), whose weights would train nothing; use a mechanism with a query"
         name, sizes = query_projection(layer), heads_of(layer)
@@ -394,9 +396,9 @@ def _positions(ancestors: Sequence[nn.Module]) -> tuple[nn.Module, int] | None:
     return None
 
 
-def _norm(layer: nn.Module, start: str) -> str | None:
-    """A module of the layer that normalizes queries ("q") or keys before their product, with weights of its own."""
-    norms = (name for name in layer._modules if re.match(rf"{start}\w*norm", name))
+def _norm(layer: nn.Module) -> str | None:
+    """A module of the layer that normalizes queries before the product, with weights of its own."""
+    norms = (name for name in layer._modules if re.match(r"q\w*norm", name))
     return next((name for name in norms if any(True for _ in getattr(layer, name).parameters())), None)
 
 

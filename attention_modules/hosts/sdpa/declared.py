@@ -340,9 +340,11 @@ class DeclaredHost(SDPAHost):
         return layer.get_submodule(self.out)
 
     def norm(self, layer: Any) -> str | None:
-        if self.query_norm is not None:
-            return "q/k norm"
-        return "rotary positions" if self.seam(layer).turned else None
+        return None if self.query_norm is None else "q/k norm"
+
+    def caveat(self, layer: Any) -> str | None:
+        turned = "rotary positions: the spectrum of the logits is not W's" if self.seam(layer).turned else None
+        return super().caveat(layer) or turned
 
     def weights_refusal(self, layer: Any) -> str | None:
         return None

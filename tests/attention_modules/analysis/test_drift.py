@@ -314,6 +314,13 @@ def test_targets_of_a_causal_decoder_all_count_beside_padded_inputs(inputs):
     assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-5)
 
 
+def test_a_loss_before_the_logits_is_not_the_output():
+    logits = torch.randn(2, 3)
+    assert output_of((logits.sum(), logits))[0] is logits
+    with pytest.raises(TypeError, match="behind a loss"):
+        output_of(logits.sum())
+
+
 @pytest.mark.parametrize("latents", [8, 9])
 def test_latents_that_attend_to_one_another_all_count(latents):
     """Though the tokens that they were made of are as many, and have an ``attention_mask``."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.sdpa.declared import declare_host
 from attention_modules.stabilizers.clip import (
     LogitScaler,
     clip_factors,
@@ -100,6 +101,38 @@ def check_multiplied_of_timm(name, mechanism):
 @pytest.mark.parametrize("host", sorted(REFUSED - {"sdpa"}))
 def test_a_norm_of_queries_and_keys_is_a_reason(host):
     assert "q/k norm" in clip_refusal(attention_layers(built(host))[0])
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_norm_without_weights_is_one_too_and_none_is_none(weights):
+    """Of Llama 4, whose norm of queries and keys is a module without Parameters."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "intermediate_size_mlp": 32, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 20}
+    config = transformers.Llama4TextConfig(**sizes, num_local_experts=1, use_qk_norm=weights)
+    (layer,) = attention_layers(transformers.Llama4TextModel(config))
+    assert bool(weights) is ("q/k norm" in (clip_refusal(layer) or ""))
+
+
+def test_a_declared_layer_that_turns_queries_and_keys_is_clipped():
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c_attn, self.c_proj = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x):
+            q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.c_attn(x).chunk(3, -1))
+            angles = torch.arange(x.shape[1])[:, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])
+            turn = torch.polar(torch.ones_like(angles), angles)
+            q, k = (
+                torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (4, 2))) * turn).flatten(-2) for t in (q, k)
+            )
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.c_proj(out.transpose(1, 2).flatten(2))
+
+    declare_host(Turned, qkv="c_attn", heads=2)
+    (layer,) = attention_layers(nn.Sequential(Turned()))
+    assert clip_refusal(layer) is None
 
 
 def test_what_is_frozen_computed_or_of_other_logits_is_a_reason():
