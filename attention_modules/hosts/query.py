@@ -156,13 +156,13 @@ class WithoutQuery(nn.Module):
 
 
 class QuerylessLinear(WithoutQuery):
-    """A query projection without weights: gives zeros of the right shape that cost no memory."""
+    """A query projection without weights: gives zeros of the right shape, which a layer may change in place."""
 
     in_features: int
     out_features: int
 
     def forward(self, input: Tensor) -> Tensor:
-        return input.new_zeros(()).expand(*input.shape[:-1], self.out_features)
+        return input.new_zeros(*input.shape[:-1], self.out_features)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":

@@ -204,3 +204,17 @@ def test_the_order_of_a_joint_projection_of_ones_own_is_asked_for() -> None:
     plain = layer(x)
     swap_attention(layer, "softmax")
     torch.testing.assert_close(layer(x), plain)
+
+
+@pytest.mark.parametrize("mechanism", ["symmetric", "rpc", "softmax"])
+def test_a_layer_may_clamp_its_queries_in_place(mechanism):
+    """OLMo does. The witness: by bounds that no number reaches, the same as without."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    found = []
+    for clip in (None, 1e3):
+        torch.manual_seed(0)
+        model = transformers.OlmoModel(transformers.OlmoConfig(**sizes, vocab_size=20, pad_token_id=0, clip_qkv=clip))
+        swap_attention(model.eval(), mechanism)
+        found.append(model(torch.arange(1, 9)[None]).last_hidden_state)
+        found[-1].sum().backward()
+    assert torch.equal(*found)
