@@ -94,6 +94,7 @@ class SeenTokens:
         self._of_layers: dict[str, list[Tensor | None]] = {}  # of each call
         self._last: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # by size, and whether samples come first
         self._of_stacks: dict[tuple[str, int, int], Tensor | None] = {}
+        self._told: dict[tuple[int, int], tuple[str, int, int]] = {}  # by size, the first whose masks say so
 
     def note(
         self,
@@ -113,8 +114,9 @@ class SeenTokens:
                 k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
             seen = not_padding(mask, q, k)
             hides = mask is not None or bool(kwargs.get("is_causal"))  # else its tokens may be others, as many,
-            last = self._last.get((samples, number), (None,))[0]
-            others = last is not None and last is not self._named  # as those of another stack are
+            if seen is not None:
+                self._told.setdefault((samples, number), stack)
+            others = self._told.get((samples, number), stack) != stack  # as those of another stack are
             if seen is None and hides and not others and getattr(self._named, "shape", None) == (samples, number):
                 seen = self._named
             self._of_stacks[stack] = seen

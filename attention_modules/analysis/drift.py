@@ -35,6 +35,7 @@ from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
 from attention_modules.mechanisms.shared.acting import NoMapError
 from attention_modules.mechanisms.shared.probe import acting_map
+from attention_modules.mechanisms.shared.unchanged import Draw
 from attention_modules.precision import to_float64
 from attention_modules.sharing import READS
 from attention_modules.swap import AttentionSwapError, make_observable, swap_attention
@@ -120,8 +121,9 @@ def swap_drift(
     """How far a mechanism takes a trained model from what it computes: in each layer, alone and together.
 
     Each batch is shown to the model as it is, to a copy for each layer where that layer alone is swapped, and to one
-    where all are, all in eval mode: copies share the model's weights, and the model is not changed. In the copy with
-    one layer swapped, that layer gets just the input that it had before, so that its error is its own.
+    where all are, all in eval mode and with the same random numbers: copies share the model's weights, and the model is
+    not changed. In the copy with one layer swapped, that layer gets just the input that it had before, so that its
+    error is its own.
 
     Args:
         model: the trained model. The mechanism is compared with the attention that its layers have now: softmax in
@@ -164,8 +166,11 @@ def swap_drift(
     }
     on_batch = run or _call
 
+    draw = Draw(model)
+
     def call(model: nn.Module, batch: Any) -> Any:
-        return on_batch(model, copied_arguments(batch))  # as a call adds to a cache
+        with draw.again(model):
+            return on_batch(model, copied_arguments(batch))  # as a call adds to a cache
 
     sums = {name: _LayerSums() for name in names}
     whole: AgreementSums | None = None

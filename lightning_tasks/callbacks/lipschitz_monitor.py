@@ -21,7 +21,7 @@ from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer, check_number
-from attention_modules.mechanisms.shared.probe import unobserved
+from attention_modules.mechanisms.shared.unchanged import unobserved
 from attention_modules.swap import made_observable, make_plain
 from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.charts import LayerCharts

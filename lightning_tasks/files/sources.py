@@ -97,11 +97,11 @@ def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str | Pa
     elif isinstance(value, (str, Path)):
         yield value, folder
         for path in _paths(value, folder).values() if str(value).endswith((*_SETTINGS, ".py")) else ():
-            if (real := path.resolve()) not in seen and real.is_file() and real.stat().st_size <= _MOST_SETTINGS:
-                seen.add(real)
+            if path not in seen and path.is_file() and path.stat().st_size <= _MOST_SETTINGS:
+                seen.add(path)
                 with contextlib.suppress(OSError):
-                    text = real.read_text(encoding="utf-8", errors="replace")
-                    inner = _strings(text, path.parent) if real.suffix == ".py" else value_of(text)
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                    inner = _strings(text, path.parent) if path.suffix == ".py" else value_of(text)
                     yield from _texts(inner, path.parent, seen)
 
 
@@ -126,12 +126,13 @@ def _strings(text: str, folder: Path) -> list[str | Path]:
     files: list[Path] = []
     for each in nodes:
         if isinstance(each, ast.ImportFrom) and each.level:
-            package = folder.joinpath(*[".."] * (each.level - 1))
-            module = package.joinpath(*each.module.split(".")) if each.module else package
-            inner = [module / alias.name for alias in each.names if alias.name != "*"]
-            files += [path.with_name(f"{path.name}.py") for path in ([module] if each.module else []) + inner]
-            files += [path / "__init__.py" for path in (module, *inner)]
-    return [*texts, *(file.resolve() for file in files if file.is_file())]
+            package = Path(os.path.abspath(folder.joinpath(*[".."] * (each.level - 1))))
+            parts = each.module.split(".") if each.module else []
+            inside = [package.joinpath(*parts[: number + 1]) for number in range(len(parts))]
+            inside += [package.joinpath(*parts, alias.name) for alias in each.names if alias.name != "*"]
+            files += [path.with_name(f"{path.name}.py") for path in inside]
+            files += [path / "__init__.py" for path in (package, *inside)]
+    return [*texts, *(file for file in files if file.is_file())]
 
 
 def _registered(texts: set[str]) -> list[str]:

@@ -69,19 +69,24 @@ def query_path(call: InterfaceCall) -> QueryPath:
 
 
 def _works(forward: ast.FunctionDef) -> list[ast.AST]:
-    """What computes in a forward: outermost products and sums, and calls."""
+    """What computes in a forward: outermost products and sums, changes in place, and calls."""
     inner = {id(part) for node in ast.walk(forward) if isinstance(node, ast.BinOp) for part in (node.left, node.right)}
     sums = [node for node in ast.walk(forward) if isinstance(node, ast.BinOp) and id(node) not in inner]
-    changes = [node for node in ast.walk(forward) if isinstance(node, ast.AugAssign)]
+    changes = [node for node in ast.walk(forward) if isinstance(node, ast.AugAssign) or _sets_items(node)]
     calls = [call for call in calls_in(forward) if not _arranges(call)]
     raised = {id(node) for each in ast.walk(forward) if isinstance(each, ast.Raise) for node in ast.walk(each)}
     return [work for work in (*sums, *changes, *calls) if id(work) not in raised]
 
 
+def _sets_items(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and any(isinstance(target, ast.Subscript) for target in node.targets)
+
+
 def _arranges(call: ast.Call) -> bool:
     """Whether a call computes nothing, or is one of a module for queries (`self.q_proj`)."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
-    return name in _ARRANGING or bool(_QUERY.match(ast.unparse(call.func).removeprefix("self.")))
+    called = ast.unparse(call.func)
+    return name in _ARRANGING or (called.startswith("self.") and bool(_QUERY.match(called.removeprefix("self."))))
 
 
 def _unconditional(node: ast.AST) -> list[ast.AST]:

@@ -24,7 +24,7 @@ from attention_modules.hosts.sdpa.seam import Call, Seam, Source
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import did_you_mean
-from attention_modules.mechanisms.shared.probe import unobserved
+from attention_modules.mechanisms.shared.unchanged import unobserved
 
 
 def declare_host(

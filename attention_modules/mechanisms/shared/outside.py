@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.function import OUTSIDE, FunctionAttention
 from attention_modules.mechanisms.shared.acting import quasi_random
-from attention_modules.mechanisms.shared.probe import repeatable, unobserved
+from attention_modules.mechanisms.shared.unchanged import repeatable, unobserved
 
 _MOST_TOKENS = 256
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.function import FunctionAttention
 from attention_modules.kernels import taken_by
 from attention_modules.mechanisms.shared.acting import (
     TOLERANCE,
@@ -28,18 +26,9 @@ from attention_modules.mechanisms.shared.acting import (
     softmax_rows,
 )
 from attention_modules.mechanisms.shared.chunks import attend_by
-from attention_modules.mechanisms.shared.kept import (
-    Place,
-    copy_of,
-    default_states,
-    is_elsewhere,
-    own_copies,
-    places,
-    put_back,
-)
+from attention_modules.mechanisms.shared.kept import copy_of
+from attention_modules.mechanisms.shared.unchanged import repeatable, unobserved
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call
 
 
@@ -161,37 +150,6 @@ class _OfFewRows(torch.autograd.Function):
 
 
 @contextmanager
-def unobserved(module: nn.Module) -> Iterator[None]:
-    """Inside, no hook of anybody's on the parts of a module sees a call, but those of PyTorch that make weights.
-
-    Calls have copies of buffers, and, of a class that is nobody's but the user's, of all that it or its function keeps
-    (:func:`.own_copies`). Other attributes are as before at the end.
-    """
-    copied: list[Place] = []
-    with ExitStack() as back:
-        for part in list(module.modules()):
-            back.callback(put_back, part._buffers, dict(part._buffers))
-            back.callback(put_back, vars(part), dict(vars(part)))
-            copied.append((part._buffers.update, dict(part._buffers)))
-            if is_elsewhere(type(part).__module__):
-                own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
-                copied.append((vars(part).update, own))
-            for put, held in places(part.function) if isinstance(part, FunctionAttention) else ():
-                copied.append((put, held))
-                back.callback(put, held)
-            for name in _HOOKS:
-                before = getattr(part, name)
-                if before:
-                    made = [(at, hook) for at, hook in before.items() if type(hook).__module__.startswith("torch.nn.")]
-                    setattr(part, name, OrderedDict(made))
-                    back.callback(setattr, part, name, before)
-        copied = [(put, held) for put, held in copied if held]
-        for (put, _), own in zip(copied, own_copies([held for _, held in copied]), strict=True):
-            put(own)
-        yield
-
-
-@contextmanager
 def other_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside, a module has other tensors as its Parameters of these names."""
     with ExitStack() as back:
@@ -201,26 +159,6 @@ def other_parameters(module: nn.Module, parameters: Mapping[str, Tensor]) -> Ite
             back.callback(held.__setitem__, leaf, held[leaf])
             held[leaf] = new  # type: ignore[assignment]
         yield
-
-
-@contextmanager
-def repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
-    """Gives what sets random states to those of the start, as they are at the end again."""
-    on_cuda = device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_initialized()
-    host, other = torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None
-    further = default_states()
-
-    def again() -> None:
-        torch.set_rng_state(host)
-        for put, *state in further:
-            put(*state)
-        if other is not None:
-            torch.cuda.set_rng_state(other, device)
-
-    try:
-        yield again
-    finally:
-        again()
 
 
 def acting_map(mechanism: AttentionMechanism, q: Tensor, k: Tensor, v: Tensor, *args: Any, **given: Any) -> ActingMap:

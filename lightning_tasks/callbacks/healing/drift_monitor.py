@@ -26,8 +26,9 @@ from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.model.inputs import as_it_is, continues, copied_arguments
 from attention_modules.mechanisms.shared.options import check_flag
+from attention_modules.mechanisms.shared.unchanged import Draw
 from lightning_tasks.callbacks.base import Callback, check_alone, refuse_flat_shards
-from lightning_tasks.callbacks.healing.teacher import Given, Lesson, Teacher, swapped_layers
+from lightning_tasks.callbacks.healing.teacher import Lesson, Teacher, swapped_layers
 from lightning_tasks.callbacks.monitoring.names import layer_label, listed
 from lightning_tasks.callbacks.monitoring.own_hook import unwatched
 from lightning_tasks.callbacks.monitoring.warnings import warn_without_validation
@@ -50,7 +51,7 @@ class DriftMonitor(Callback):
     network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
     logit is of one class. Tokens that the masks of the layers hide from all (padding, say) count nowhere. The two
-    passes that it costs are in eval mode, draw nothing at random, and change nothing. Forward hooks of yours on the
+    passes that it costs are in eval mode, draw what that call drew, and change nothing. Forward hooks of yours on the
     model see its second pass.
 
     Args:
@@ -81,7 +82,7 @@ class DriftMonitor(Callback):
         self.teacher: Teacher | None = None
         self._module: ReferenceType[pl.LightningModule] | None = None  # whose teacher it is
         self._seeing = ExitStack()
-        self._seen: tuple[tuple[Any, ...], dict[str, Any], Any] | None = None
+        self._seen: tuple[tuple[Any, ...], dict[str, Any], Draw, Any] | None = None
         self._continued = False  # whether a call was passed by, as it began with a full cache
         self._sums = EpochSums()
         self._told = False  # of layers without a map
@@ -175,14 +176,14 @@ class DriftMonitor(Callback):
             return
         self._forget()
 
-        given: list[Given] = []  # before the call, which fills caches
+        given: list[tuple[tuple[Any, ...], dict[str, Any], Draw]] = []  # before the call, which fills caches
 
         def keep_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given.clear()
             if self._seen is None and continues(module, args, kwargs):
                 self._continued = True
             elif self._seen is None:
-                given.append(copied_arguments((args, kwargs)))
+                given.append((*copied_arguments((args, kwargs)), Draw(module)))
 
         def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if given:
@@ -218,11 +219,11 @@ class DriftMonitor(Callback):
                 f"{type(self).__name__}: validation_step does not call {teacher.name!r}, whose output is compared; "
                 "name the part that it calls by network="
             )
-        args, kwargs, output = seen
+        args, kwargs, draw, output = seen
         network = pl_module.get_submodule(teacher.name)
         with eager(), unwatched(), trainer.precision_plugin.val_step_context():
             self._forget()
-            lesson = teacher.show(args, kwargs)
+            lesson = teacher.show(args, kwargs, draw)
             without: dict[str, str] = {}
             compared, maps = lesson.examine(network, args, kwargs, without)
         if without and not self._told:

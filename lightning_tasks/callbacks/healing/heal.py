@@ -17,6 +17,7 @@ from attention_modules import AttentionMechanism
 from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.model.inputs import continues
+from attention_modules.mechanisms.shared.unchanged import Draw
 from lightning_tasks.callbacks.base import check_step_hooks, is_strategy
 from lightning_tasks.callbacks.healing.anneal import Anneal
 from lightning_tasks.callbacks.healing.drift_monitor import DriftMonitor
@@ -272,7 +273,7 @@ class Heal(DriftMonitor):
                     "Heal: training_step calls the network with a key-value cache that holds tokens, of which the "
                     "teacher has other keys: pass whole sequences, with use_cache=False"
                 )
-            self._lessons.append((teacher.show(args, kwargs), None))
+            self._lessons.append((teacher.show(args, kwargs, Draw(network)), None))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if stage.match not in OF_LAYERS and not self._in_backward and self._lessons:

@@ -28,6 +28,7 @@ from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanisms.shared.probe import acting_map
+from attention_modules.mechanisms.shared.unchanged import Draw
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
@@ -111,8 +112,8 @@ class Teacher:
                     module._parameters[name] = copies[id(parameter)]
 
     @torch.no_grad()
-    def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Lesson:
-        """Run it on a copy of what the student is called with."""
+    def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draw: Draw) -> Lesson:
+        """Run it on a copy of what the student is called with, and have it draw the same."""
         args, kwargs = copied_arguments((args, dict(kwargs)))
         inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
@@ -138,8 +139,9 @@ class Teacher:
                 add(layer.register_forward_hook(after(name)))
                 if self.maps:
                     add(hook_map(layer, partial(maps.setdefault, name)))
-            output = self.network(*args, **kwargs)
-        return Lesson(inputs, outputs, output, seen, maps)
+            with draw.again(self.network):
+                output = self.network(*args, **kwargs)
+        return Lesson(inputs, outputs, output, seen, maps, draw)
 
 
 class Lesson:
@@ -151,6 +153,7 @@ class Lesson:
         output: what the network returned.
         seen: which tokens count.
         maps: of each layer, ``[B, H, N, M]``, if they were wanted.
+        draw: what it drew.
     """
 
     def __init__(
@@ -160,8 +163,10 @@ class Lesson:
         output: Any,
         seen: SeenTokens,
         maps: dict[str, Tensor],
+        draw: Draw,
     ) -> None:
-        self.inputs, self.outputs, self.output, self.seen, self.maps = inputs, outputs, output, seen, maps
+        self.inputs, self.outputs, self.output = inputs, outputs, output
+        self.seen, self.maps, self.draw = seen, maps, draw
 
     def give_inputs(self, name: str) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]] | None]:
         """A forward pre-hook (with keywords) by which a student's layer gets the teacher's input in its own's place.
@@ -245,7 +250,8 @@ class Lesson:
                 add(layer.register_forward_hook(after(name)))
                 if name in self.maps:
                     add(hook_map(layer, partial(of_map, name), partial(missing, name)))
-            network(*args, **kwargs)
+            with self.draw.again(network):
+                network(*args, **kwargs)
         return compared, maps
 
 

@@ -293,18 +293,45 @@ def test_padding_behind_that_a_causal_layer_is_not_told_of_counts_nowhere():
     assert padded.layers[1].relative_error == pytest.approx(cut.layers[1].relative_error, rel=1e-5)
 
 
+@pytest.mark.parametrize("told", [(True, False), (False, True, False)])
+def test_padding_of_layers_that_are_not_told_of_it_counts_nowhere_beside_layers_that_are(told):
+    class Told(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.MultiheadAttention(16, 2, batch_first=True) for _ in told)
+
+        def forward(self, x, attention_mask):
+            causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+            for layer, is_told in zip(self.layers, told, strict=True):
+                hidden = attention_mask == 0 if is_told else None
+                given = {"attn_mask": causal, "is_causal": not is_told, "need_weights": False}
+                x = x + layer(x, x, x, key_padding_mask=hidden, **given)[0]
+            return x
+
+    torch.manual_seed(0)
+    model, x = Told(), torch.randn(2, 8, 16)
+    mask = (torch.arange(8) < 3).long().expand(2, -1)
+    padded, cut = (swap_drift(model, "sink", [(x[:, :n], mask[:, :n])]) for n in (8, 3))
+    assert padded.output.relative_error == pytest.approx(cut.output.relative_error, rel=1e-5)
+    for one, other in zip(padded.layers, cut.layers, strict=True):
+        assert one.relative_error == pytest.approx(other.relative_error, rel=1e-5)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("inputs", [8, 9])
-def test_targets_of_a_causal_decoder_all_count_beside_padded_inputs(inputs):
+def test_targets_of_a_causal_decoder_all_count_beside_padded_inputs(inputs, depth):
     class Translates(nn.Module):
         def __init__(self):
             super().__init__()
             self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-            self.decoder, self.cross = SelfAttention(16, 2), nn.MultiheadAttention(16, 2, batch_first=True)
+            self.decoder = nn.ModuleList(SelfAttention(16, 2) for _ in range(depth))
+            self.cross = nn.MultiheadAttention(16, 2, batch_first=True)
 
         def forward(self, x, attention_mask, targets):
             hidden = attention_mask == 0
             x = self.encoder(x, src_key_padding_mask=hidden)
-            targets = targets + self.decoder(targets, is_causal=True)
+            for layer in self.decoder:
+                targets = targets + layer(targets, is_causal=True)
             return targets + self.cross(targets, x, x, key_padding_mask=hidden)[0]
 
     torch.manual_seed(0)

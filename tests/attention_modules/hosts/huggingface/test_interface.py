@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
+import sys
 from typing import Any
 
 import pytest
@@ -218,3 +222,27 @@ def test_a_layer_may_clamp_its_queries_in_place(mechanism):
         found.append(model(torch.arange(1, 9)[None]).last_hidden_state)
         found[-1].sum().backward()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx"]
+)
+def test_changes_of_queries_alone_are_refused_where_a_mechanism_uses_none(change, tmp_path, monkeypatch):
+    from transformers.models.olmo import modeling_olmo
+
+    source = inspect.getsource(modeling_olmo)
+    rotary = "        query_states, key_states = apply_rotary_pos_emb("
+    assert source.count(rotary) == 1
+    (tmp_path / "modeling_own.py").write_text(
+        re.sub(r"from \.\.\.", "from transformers.", source)
+        .replace("from .configuration_olmo", "from transformers.models.olmo.configuration_olmo")
+        .replace(rotary, f"        {change}\n{rotary}")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "modeling_own", raising=False)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.OlmoConfig(**sizes, vocab_size=20, pad_token_id=0)
+    model = importlib.import_module("modeling_own").OlmoModel(config)
+    with pytest.raises(AttentionSwapError, match=re.escape(change)):
+        swap_attention(model, "symmetric")
+    swap_attention(model, "softmax")

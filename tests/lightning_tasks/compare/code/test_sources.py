@@ -194,7 +194,10 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
         "__init__.py": "",
         "conf/base.py": "",
         "inner/__init__.py": "",
-        "inner/rates.py": "",
+        "inner/rates.py": "from ..deep.inner.x import y\n",
+        "deep/__init__.py": "",
+        "deep/inner/__init__.py": "",
+        "deep/inner/x.py": "y = 1\n",
         "runtime.py": "hooks = []\n",
         "../shared/sizes.py": "size = 3\n",
         "broken.py": "(",
@@ -208,7 +211,23 @@ def test_settings_in_python_count_by_what_they_name_and_import(project):
     assert of_files == {
         *("conf/mine.py", "conf/base.py", "conf/runtime.py", "shared/sizes.py", "index.json", "conf/broken.py"),
         *("conf/more.py", "conf/__init__.py", "conf/inner/__init__.py", "conf/inner/rates.py"),
+        *("conf/deep/__init__.py", "conf/deep/inner/__init__.py", "conf/deep/inner/x.py"),
     }
+
+
+def test_settings_in_python_behind_a_link_import_and_name_what_stands_beside_it(project):
+    for name, text in {
+        "conf/mine.py": "from .base import *\n",
+        "conf/local.py": "lr = 1\n",
+        "else/local.py": "",
+    }.items():
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text(text)
+    (project / "else" / "kept.py").write_text("from .local import lr\nsizes = 'sizes.json'\n")
+    (project / "conf" / "sizes.json").write_text("{}")
+    (project / "conf" / "base.py").symlink_to(project / "else" / "kept.py")
+    assert {*sources_of(["conf/mine.py"])} >= {"conf/base.py", "conf/local.py", "conf/sizes.json"}
+    assert "else/local.py" not in sources_of(["conf/mine.py"])
 
 
 def test_files_that_are_keys_count(project):

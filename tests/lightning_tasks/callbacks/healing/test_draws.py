@@ -1,0 +1,163 @@
+"""A network that draws random numbers, or keeps something, also in evaluation: looking at it changes nothing."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import attnswap
+from attnswap.analysis import swap_drift
+from lightning_tasks.callbacks import (
+    AttentionMonitor,
+    DriftMonitor,
+    Heal,
+    KernelPCAMonitor,
+    LipschitzMonitor,
+    LogitMonitor,
+)
+from tests.lightning_tasks.callbacks.healing.healed import Classifier, Task, data, heal
+
+
+class Counts:
+    calls = 0
+
+
+class Draws(Classifier):
+    """Draws in one way, or keeps in one place, whether it trains or not."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.generator, self.own = way, torch.Generator().manual_seed(3), random.Random(3)
+        self.of_numpy, self.older = np.random.default_rng(3), np.random.RandomState(3)
+        self.kept, self.counts = [], Counts()
+        self.register_buffer("running", torch.zeros(()))
+
+    def forward(self, x):
+        mean = x.detach().mean()
+        if self.way == "torch":
+            x = x + torch.randn_like(x)
+        elif self.way == "python":
+            x = x * random.random()
+        elif self.way == "numpy":
+            x = x * np.random.rand()  # noqa: NPY002 - what older code draws from
+        elif self.way == "generator":
+            x = x + torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        elif self.way == "own of python":
+            x = x * self.own.random()
+        elif self.way == "own of numpy":
+            x = x * self.of_numpy.random() * self.older.rand()
+        elif self.way == "buffer":
+            self.running.mul_(0.9).add_(mean)
+        elif self.way == "list":
+            self.kept.append(mean.item())
+        elif self.way == "object":
+            self.counts.calls += 1
+        return super().forward(x)
+
+    def state(self):
+        """All that it keeps and draws from, to compare."""
+        own = [self.own.getstate(), self.of_numpy.bit_generator.state, self.older.get_state(legacy=False)]
+        process = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()]  # noqa: NPY002
+        tensors = {name: tensor.tolist() for name, tensor in self.state_dict().items()}
+        return repr(
+            [own, process, tensors, self.generator.get_state().tolist(), self.kept, self.counts.calls, self.training]
+        )
+
+
+DRAWS = ["torch", "python", "numpy", "generator", "own of python", "own of numpy"]
+KEEPS = ["buffer", "list", "object"]
+
+
+def task(way):
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    module = Task()
+    module.net = Draws(way)
+    return module
+
+
+@pytest.mark.parametrize("way", DRAWS + KEEPS)
+@pytest.mark.parametrize(
+    "monitor",
+    [
+        DriftMonitor,
+        lambda: DriftMonitor(maps=True),
+        KernelPCAMonitor,
+        lambda: LipschitzMonitor(max_iter=2),
+        lambda: AttentionMonitor(every_n_steps=1),
+        lambda: LogitMonitor(every_n_steps=1),
+    ],
+    ids=["drift", "drift of maps", "kernel pca", "lipschitz", "attention", "logits"],
+)
+def test_a_monitor_leaves_its_training_as_it_was(way, monitor):
+    found = []
+    for callbacks in ([], [monitor()]):
+        module, _ = heal(callbacks, "sink", task(way))
+        found.append(module.net.state())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("way", DRAWS)
+def test_teacher_and_student_draw_the_same(way):
+    """Softmax in place of softmax changes nothing, whatever was drawn before."""
+    for match in ("output", "layers"):
+        _, trainer = heal(Heal([{"match": match, "train": "attention"}]), "softmax", task(way), max_epochs=2)
+        assert trainer.callback_metrics["heal/loss"] < 1e-9
+        assert trainer.callback_metrics["val/drift/output_error"] < 1e-6
+
+
+@pytest.mark.parametrize("way", DRAWS + KEEPS)
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x: swap_drift(model, "uniform", [x, x]),
+        attnswap.attention_maps,
+        attnswap.explore,
+    ],
+    ids=["swap_drift", "attention_maps", "explore"],
+)
+def test_an_analysis_leaves_it_as_it_was(way, look):
+    model = task(way).net
+    x = next(iter(data()))[0]
+    before = model.state()
+    look(model, x)
+    assert model.state() == before
+    model(x)
+    assert model.state() != before
+
+
+@pytest.mark.parametrize("way", DRAWS)
+def test_drift_of_softmax_from_softmax_is_none(way):
+    found = swap_drift(task(way).net, "softmax", [x for x, _ in data()])
+    assert found.output.relative_error < 1e-6
+    assert all(max(row.relative_error, row.output.relative_error) < 1e-6 for row in found.layers)
+
+
+class Masks(Task):
+    """Hides patches that it draws, also in evaluation, as masked autoencoders do."""
+
+    def __init__(self):
+        transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+        super().__init__()
+        small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        torch.manual_seed(0)
+        self.net = transformers.ViTMAEForPreTraining(
+            transformers.ViTMAEConfig(
+                **small, image_size=16, patch_size=4, **{f"decoder_{name}": value for name, value in small.items()}
+            )
+        )
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).loss
+
+
+def test_masked_autoencoders():
+    """At a learning rate of 0, softmax in place of softmax is no drift."""
+    images = torch.utils.data.DataLoader(torch.randn(4, 3, 16, 16), batch_size=2)
+    for callback in (DriftMonitor(logits=False), Heal([{"match": "output", "train": "all"}])):
+        module = Masks()
+        module.hparams.lr = 0.0
+        _, trainer = heal(callback, "softmax", module, loader=images)
+        assert trainer.callback_metrics["val/drift/output_error"] < 1e-6
+    assert trainer.callback_metrics["heal/loss"] < 1e-9
