@@ -75,12 +75,17 @@ def query_key_weights(layer: AttentionLayer) -> list[nn.Parameter]:
     return layer.parameters_of(*(rows for rows, *_ in _sides(layer)))
 
 
+def query_key_rows(layer: AttentionLayer) -> list[Rows]:
+    """All that a clip of a layer multiplies: the rows of W_q, W_k and their biases."""
+    return [rows for side in _sides(layer) for rows in side]
+
+
 def shared_elsewhere(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict[str, str]:
     """Layers whose query's or key's weights act elsewhere in a model too, each with the reason not to scale them.
 
     What the queries and keys of these layers share among each other is no reason.
     """
-    own = {(id(rows.owner), rows.tensor) for layer in layers for side in _sides(layer) for rows in side}
+    own = {(id(rows.owner), rows.tensor) for layer in layers for rows in query_key_rows(layer)}
     others: dict[int, str] = {}
     for name, module in model.named_modules():
         for tensor, value in module._parameters.items():
@@ -88,7 +93,7 @@ def shared_elsewhere(model: nn.Module, layers: Sequence[AttentionLayer]) -> dict
                 others.setdefault(id(value), f"{name}.{tensor}".lstrip("."))
     found: dict[str, str] = {}
     for layer in layers:
-        for rows in (rows for side in _sides(layer) for rows in side):
+        for rows in query_key_rows(layer):
             if other := others.get(id(getattr(rows.owner, rows.tensor))):
                 reason = f"its {rows.tensor} is {other!r} too: choose all attention layers that share it, or none"
                 found.setdefault(layer.name, reason)

@@ -14,7 +14,7 @@ from attention_modules.function import FunctionAttention
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import seen_tokens
 from lightning_tasks.callbacks.monitoring.names import listed
-from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
+from lightning_tasks.callbacks.monitoring.observer import ForwardPreHook, MechanismObserver
 
 
 class QueryKeyObserver(MechanismObserver, shared=True):
@@ -50,7 +50,11 @@ class QueryKeyObserver(MechanismObserver, shared=True):
         """Read until :meth:`_unhook`."""
         self._forget()  # what a batch that was skipped before its end left
         self._in_backward = False
-        self._hook((self._mechanism(layer), partial(self._read, index)) for index, layer in enumerate(self._layers))
+        self._hook(self._readers())
+
+    def _readers(self) -> list[tuple[nn.Module, ForwardPreHook]]:
+        """The hooks of a batch that is read."""
+        return [(self._mechanism(layer), partial(self._read, index)) for index, layer in enumerate(self._layers)]
 
     def _read(
         self, index: int, mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from attention_modules import AttentionMechanism
@@ -24,6 +24,7 @@ from attention_modules.stabilizers.clip import (
     query_key_weights,
     shared_elsewhere,
 )
+from attention_modules.stabilizers.followed import follows_scale
 from lightning_tasks.callbacks.base import (
     Where,
     calls_step_hooks,
@@ -33,8 +34,11 @@ from lightning_tasks.callbacks.base import (
     unfreezes_later,
 )
 from lightning_tasks.callbacks.monitoring.names import listed
+from lightning_tasks.callbacks.monitoring.observer import ForwardPreHook
 from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 from lightning_tasks.runs.loggers import current_step
+
+_FAR = 2.0**10  # a factor at which a clamp acts that may act at all
 
 
 class QKClip(QueryKeyObserver):
@@ -60,6 +64,10 @@ class QKClip(QueryKeyObserver):
     the product of queries and keys is computed at every observed step, without waiting for the device. An observed step
     runs without ``torch.compile``: a larger ``every_n_steps`` keeps its speed.
 
+    In the first observed batch calls on trial show whether queries and keys follow the scale of W_q and W_k. Layers in
+    which they do not, as something clamps them (``clip_qkv``) or adds to them, are warned of. Every observed call of
+    these runs on trial too, and is waited for.
+
     Args:
         tau: limit of the logits.
         alpha: the query's share of the factor, from 0 to 1.
@@ -73,7 +81,8 @@ class QKClip(QueryKeyObserver):
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
             (q/k norm, ``l2`` and further mechanisms), or these weights are frozen (unless a ``BaseFinetuning`` of
             Lightning may train them later), computed, sharded or shared with what is not clipped, or their optimizer
-            calls no hooks of steps. Weights that no optimizer of the trainer holds are never clipped: a warning.
+            calls no hooks of steps; in the backward pass, if a logit above tau is of queries or keys that do not follow
+            the scale of W_q and W_k. Weights that no optimizer of the trainer holds are never clipped: a warning.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -105,6 +114,8 @@ class QKClip(QueryKeyObserver):
         self._reached = False  # whether a step of this fit came by
         self._by_hand = False  # whether backward passes may be the module's own, which nobody tells of
         self._on_step = ExitStack()  # the hooks of optimizers
+        self._straight: dict[int, bool] = {}  # whether a layer's q and k follow the scale of their weights at any size
+        self._bent: set[int] = set()  # those in whose latest call they do not
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
         self._resumed: dict[str, Any] = {}
 
@@ -136,6 +147,7 @@ class QKClip(QueryKeyObserver):
         self._largest, self._clipped = [None] * len(self._layers), []
         self._current = [None] * len(self._layers)
         self._awaited, self._stepped, self._left = set(), set(), set()
+        self._straight, self._bent = {}, set()
         self._reached = False
         self._resume(pl_module.device)
         held = set().union(*map(self._held_by, trainer.optimizers))
@@ -183,6 +195,29 @@ class QKClip(QueryKeyObserver):
             after = partial(self._after_step, trainer, pl_module)
             self._on_step.callback(optimizer.register_step_post_hook(after).remove)
 
+    def _readers(self) -> list[tuple[nn.Module, ForwardPreHook]]:
+        untried = [(index, layer) for index, layer in enumerate(self._layers) if not self._straight.get(index)]
+        return [*super()._readers(), *((layer.module, partial(self._try, index)) for index, layer in untried)]
+
+    def _try(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note whether a clip would act on what a call makes: calls on trial, of any size, else of its own, show it."""
+        if not torch.is_grad_enabled() or self._straight.get(index):
+            return
+        layer = self._layers[index]
+        if index not in self._straight:
+            self._straight[index] = follows_scale(layer, args, kwargs, _FAR, moved=True)
+            if not self._straight[index]:
+                kind = getattr(module, "plain_class", type(module)).__name__
+                rank_zero_warn(
+                    f"QKClip: between W_q, W_k and their product {kind} has what does not scale with them, such as a "
+                    "clamp (clip_qkv) or a bias: where a logit above tau meets it, the fit ends with an error, unless "
+                    "such layers are left out (exclude=)"
+                )
+        if self._straight[index] or follows_scale(layer, args, kwargs, 0.5):
+            self._bent.discard(index)
+        else:
+            self._bent.add(index)
+
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
         # Nothing trains by a call without gradients. In the backward pass a reentrant checkpoint calls again with them;
         # the graph of another checkpoint's second call is never run, so that it does not count.
@@ -193,11 +228,18 @@ class QKClip(QueryKeyObserver):
         if query.device.type == "cpu" and bool((logit_bound(query, key, given["scale"]) <= self.tau).all()):
             return
         seen = largest_logit(query.detach(), key.detach(), **given).amax(0)
-        trained[0].register_hook(partial(self._count, index, seen))
+        trained[0].register_hook(partial(self._count, index, seen, index in self._bent))
 
-    def _count(self, index: int, seen: Tensor, *_: Tensor) -> None:
+    def _count(self, index: int, seen: Tensor, bent: bool, *_: Tensor) -> None:
         if not (self._in_backward or self._by_hand):  # torch.autograd.grad() of somebody, for a gradient of his own
             return
+        if bent and bool((clip_factors(seen, self.tau) < 1).any()):
+            raise ValueError(
+                f"QKClip cannot clip {self._layers[index].name!r}, whose largest logit is {seen.max():.4g} (tau "
+                f"{self.tau:g}): its queries or keys are not W_q x and W_k x times a factor here. It may clamp them "
+                "(clip_qkv), normalize them, add a bias to them, or read keys of earlier tokens: build the model "
+                "without that, choose a larger tau, or leave the layer out (exclude=)"
+            )
         for held in (self._largest, self._current):
             before = held[index]
             held[index] = seen if before is None else torch.maximum(before, seen)

@@ -13,6 +13,7 @@ from attention_modules.stabilizers.clip import (
     scale_logits,
     shared_elsewhere,
 )
+from attention_modules.stabilizers.followed import follows_scale
 from attention_modules.swap import make_observable, swap_attention
 from tests.attention_modules.hosts.cases import HEADS, HOSTS, built, hugging_face
 from tests.attention_modules.hosts.timm.cases import LAYERS, layer as layer_of_timm
@@ -74,6 +75,30 @@ def check_multiplied(host, mechanism):
     assert all(name.startswith(layer.name) for name in changed)
     scale_logits(layer, torch.ones_like(factors))
     assert torch.equal(logits_of(layer, lambda: case.run(model, None))[0], after)
+
+
+@pytest.mark.parametrize("host", sorted(HOSTS.keys() - REFUSED))
+def test_queries_and_keys_of_every_host_follow_their_weights(host):
+    case, model = HOSTS[host], built(host)
+    plain = [layer.name for layer in attention_layers(model) if layer.mechanism is None]
+    if plain:
+        make_observable(model, plain)
+    layer, seen = attention_layers(model)[0], []
+
+    def tried(_, args, kwargs):
+        seen.extend(follows_scale(layer, args, kwargs, *how) for how in ((0.5,), (2.0**10, True)))
+
+    kept = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+    before, state = logits_of(layer, lambda: case.run(model, None)), torch.get_rng_state()
+    hook = layer.module.register_forward_pre_hook(tried, with_kwargs=True)
+    after = logits_of(layer, lambda: case.run(model, None))
+    hook.remove()
+    assert set(seen) == {True}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(map(torch.equal, before, after))
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        assert tensor is kept[name][0]
+        assert torch.equal(*kept[name])
 
 
 @pytest.mark.parametrize("name", LAYERS)
