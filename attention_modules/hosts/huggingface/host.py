@@ -267,7 +267,13 @@ class HuggingFaceHost(Host):
             return "its projections to queries and keys have no names that are known"
         if reason := layout_refusal(layer):
             return reason
-        return None if separate(layer) is None else self._width_refusal(layer, name, sizes)
+        if (names := separate(layer)) is None:
+            return None
+        owners = {each: getattr(layer, each) for each in names[:2]}
+        if unknown := [each for each, owner in owners.items() if not hasattr(owner, "out_features")]:
+            kind = type(owners[unknown[0]]).__name__
+            return f"its projection {unknown[0]!r} is a {kind}, whose weights are not known"
+        return self._width_refusal(layer, name, sizes)
 
     def groups(self, layer: Any) -> int:
         return groups_of(layer)

@@ -139,6 +139,14 @@ def test_a_norm_without_weights_is_one_too_and_none_is_none(weights):
     assert bool(weights) is ("q/k norm" in (clip_refusal(layer) or ""))
 
 
+def test_a_projection_of_an_own_class_is_a_reason():
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    layer = transformers.models.moshi.modeling_moshi.MoshiAttention(transformers.MoshiConfig(**sizes), 0)
+    (found,) = attention_layers(nn.ModuleDict({"attn": layer}))
+    assert "'q_proj' is a MoshiLinear" in clip_refusal(found)
+
+
 def test_a_declared_layer_that_turns_queries_and_keys_is_clipped():
     class Turned(nn.Module):
         def __init__(self):
