@@ -35,7 +35,7 @@ from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
 from attention_modules.mechanisms.shared.acting import NoMapError
 from attention_modules.mechanisms.shared.probe import acting_map
-from attention_modules.mechanisms.shared.unchanged import Draw
+from attention_modules.mechanisms.shared.unchanged import Draw, unchanged
 from attention_modules.precision import to_float64
 from attention_modules.sharing import READS
 from attention_modules.swap import AttentionSwapError, make_observable, swap_attention
@@ -169,7 +169,7 @@ def swap_drift(
     draw = Draw(model)
 
     def call(model: nn.Module, batch: Any) -> Any:
-        with draw.again(model):
+        with unchanged(model), draw.again(model):
             return on_batch(model, copied_arguments(batch))  # as a call adds to a cache
 
     sums = {name: _LayerSums() for name in names}

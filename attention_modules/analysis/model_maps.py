@@ -26,7 +26,7 @@ from attention_modules.hosts.sdpa.layer import SDPAHost
 from attention_modules.hosts.sdpa.record import Record, arguments, knowing, record_of
 from attention_modules.mechanisms.shared.acting import ActingMap
 from attention_modules.mechanisms.shared.probe import acting_map, acting_passes
-from attention_modules.mechanisms.shared.unchanged import Draw
+from attention_modules.mechanisms.shared.unchanged import Draw, unchanged
 from attention_modules.swap import make_observable, make_plain
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -157,7 +157,7 @@ def see_calls(model: nn.Module, inputs: Inputs, layers: Layers | None, take: Cal
     """
     with _ONE_AT_A_TIME, knowing(_record(model, inputs)):
         names = _names(model, layers)
-        with _observed(model, names, take), torch.no_grad(), Draw(model).again(model):
+        with _observed(model, names, take), torch.no_grad(), unchanged(model), Draw(model).again(model):
             args, kwargs = arguments(inputs)
             model(*args, **kwargs)
     return names

@@ -86,7 +86,7 @@ def mixed_sources(recorded: Sequence[tuple[str, Mapping[str, str]]]) -> list[str
     return [f"the cells ran with different states of {', '.join(mixed)}"] if mixed else []
 
 
-def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str | Path, Path]]:
+def _texts(value: Any, folder: Path, seen: set[tuple[Path, Path]]) -> Iterator[tuple[str | Path, Path]]:
     """Every string in plain data, and in the files of settings that one names; each with the folder where it stands."""
     if isinstance(value, Mapping):
         files = [key for key in value if isinstance(key, str) and any(map(Path.is_file, _paths(key, folder).values()))]
@@ -97,8 +97,9 @@ def _texts(value: Any, folder: Path, seen: set[Path]) -> Iterator[tuple[str | Pa
     elif isinstance(value, (str, Path)):
         yield value, folder
         for path in _paths(value, folder).values() if str(value).endswith((*_SETTINGS, ".py")) else ():
-            if path not in seen and path.is_file() and path.stat().st_size <= _MOST_SETTINGS:
-                seen.add(path)
+            place = path.resolve(), path.parent.resolve()  # of a link that leads to its own folder only once
+            if place not in seen and path.is_file() and path.stat().st_size <= _MOST_SETTINGS:
+                seen.add(place)
                 with contextlib.suppress(OSError):
                     text = path.read_text(encoding="utf-8", errors="replace")
                     inner = _strings(text, path.parent) if path.suffix == ".py" else value_of(text)

@@ -20,10 +20,12 @@ from attention_modules.hosts.huggingface.source import InterfaceCall, calls_in, 
 _QUERY = re.compile(r"\b(mixed_|linear_|to_)?(queries|query|q)(?=_|\b)|\bWq\b")
 _KEY = re.compile(r"\b(mixed_|linear_|to_)?(keys|key|k)(?=_|\b)|\bWk\b")
 _KEY_FOR = {"queries": "keys", "query": "key", "q": "k"}
-# What only arranges a tensor's numbers.
+# What only arranges a tensor's numbers, or says something of it.
 _ARRANGING = {
     *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("expand", "chunk", "split", "unbind", "to", "float", "type_as", "size", "dim", "len"),
+    *("expand", "chunk", "split", "unbind", "movedim", "swapaxes", "narrow", "clone", "detach", "to", "float", "half"),
+    *("type", "type_as", "size", "dim", "numel", "len", "stride", "is_contiguous", "get_device"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
 }
 
 
@@ -84,8 +86,8 @@ def _sets_items(node: ast.AST) -> bool:
 
 def _arranges(call: ast.Call) -> bool:
     """Whether a call computes nothing, or is one of a module for queries (`self.q_proj`)."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
     called = ast.unparse(call.func)
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else called
     return name in _ARRANGING or (called.startswith("self.") and bool(_QUERY.match(called.removeprefix("self."))))
 
 

@@ -213,7 +213,7 @@ def _memory(value: Any) -> int:
     """Where a tensor that is to be copied has its numbers; 0 of what is to be copied alone."""
     if not _is_copied(value) or value.requires_grad:
         return 0
-    with suppress(NotImplementedError, RuntimeError):  # sparse, or of a transform
+    with suppress(NotImplementedError, RuntimeError, ValueError):  # sparse, of a transform, or not there yet
         return int(value.untyped_storage()._cdata)
     return 0
 

@@ -32,13 +32,13 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """Inside, calls of a module have copies of what it keeps; afterwards it is as before.
 
     They have copies of its buffers and, of a class that is nobody's but the user's, of all that it or its function
-    keeps (:func:`.own_copies`). Other attributes are as before at the end.
+    keeps (:func:`.own_copies`). Other attributes are as before at the end. A part that makes Parameters or modules in a
+    call, as lazy ones do in their first, stays as that call has left it.
     """
     copied: list[Place] = []
     with ExitStack() as back:
         for part in list(module.modules()):
-            back.callback(put_back, part._buffers, dict(part._buffers))
-            back.callback(put_back, vars(part), dict(vars(part)))
+            back.callback(_put_back, part, _made_of(part), dict(part._buffers), dict(vars(part)))
             copied.append((part._buffers.update, dict(part._buffers)))
             if is_elsewhere(type(part).__module__):
                 own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
@@ -50,6 +50,16 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         for (put, _), own in zip(copied, own_copies([held for _, held in copied]), strict=True):
             put(own)
         yield
+
+
+def _made_of(part: nn.Module) -> list[Any]:
+    return [type(part), *map(id, (*part._parameters.values(), *part._modules.values()))]
+
+
+def _put_back(part: nn.Module, made_of: list[Any], buffers: dict[str, Any], attributes: dict[str, Any]) -> None:
+    if _made_of(part) == made_of:
+        put_back(part._buffers, buffers)
+        put_back(vars(part), attributes)
 
 
 @contextmanager
@@ -77,7 +87,7 @@ def repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 class Draw:
-    """What a model draws from at a moment: the random states of this process, and generators that its modules hold.
+    """What a model draws from at a moment: the random states of this process, and generators that are attributes.
 
     Args:
         model: the model, at the moment.
@@ -90,14 +100,15 @@ class Draw:
 
     @contextmanager
     def again(self, model: nn.Module) -> Iterator[None]:
-        """Inside, calls of the model, or of a copy, draw the same; afterwards all is as before (:func:`unchanged`)."""
-        with ExitStack() as back:
-            back.callback(_set, _of_process(self._devices))
-            back.callback(_set, list(_held_by(model).values()))
-            back.enter_context(unchanged(model))
+        """Inside, a call of the model, or of a copy, begins with the same; afterwards random states are as before."""
+        held = _held_by(model)
+        before = [*_of_process(self._devices), *held.values()]
+        try:
             _set(self._process)
-            _set([(put, self._held[place]) for place, (put, _) in _held_by(model).items() if place in self._held])
+            _set([(put, self._held[place]) for place, (put, _) in held.items() if place in self._held])
             yield
+        finally:
+            _set(before)
 
 
 def _set(states: Iterable[_State]) -> None:
@@ -119,11 +130,11 @@ def _held_by(model: nn.Module) -> dict[tuple[str, str], _State]:
     found: dict[tuple[str, str], _State] = {}
     for module, part in model.named_modules():
         for name, value in vars(part).items():
-            kind = type(value).__module__
-            if isinstance(value, torch.Generator) or kind == "numpy.random.mtrand":
+            of_numpy = type(value).__module__.startswith("numpy.random.")
+            if isinstance(value, torch.Generator) or (of_numpy and hasattr(value, "set_state")):
                 found[module, name] = value.set_state, value.get_state()
-            elif isinstance(value, random.Random):
+            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
                 found[module, name] = value.setstate, value.getstate()
-            elif kind == "numpy.random._generator":
-                found[module, name] = partial(setattr, value.bit_generator, "state"), value.bit_generator.state
+            elif of_numpy and hasattr(bits := getattr(value, "bit_generator", value), "state"):
+                found[module, name] = partial(setattr, bits, "state"), bits.state
     return found

@@ -51,8 +51,8 @@ class DriftMonitor(Callback):
     network's output, and ``val/drift/cosine`` the mean cosine between the two. Where the output is logits,
     ``val/drift/kl`` is KL(teacher ‖ student) in nats and ``val/drift/same_class`` the share of positions whose largest
     logit is of one class. Tokens that the masks of the layers hide from all (padding, say) count nowhere. The two
-    passes that it costs are in eval mode, draw what that call drew, and change nothing. Forward hooks of yours on the
-    model see its second pass.
+    passes that it costs are in eval mode, begin with the random states of that call, and change nothing. Forward hooks
+    of yours on the model see its second pass.
 
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default

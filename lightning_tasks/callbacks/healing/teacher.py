@@ -28,7 +28,7 @@ from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanisms.shared.probe import acting_map
-from attention_modules.mechanisms.shared.unchanged import Draw
+from attention_modules.mechanisms.shared.unchanged import Draw, unchanged
 from attention_modules.swap import restore_attention
 from attention_modules.teacher import shared_copy
 from lightning_tasks.callbacks.monitoring.observer import is_watched
@@ -113,7 +113,7 @@ class Teacher:
 
     @torch.no_grad()
     def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draw: Draw) -> Lesson:
-        """Run it on a copy of what the student is called with, and have it draw the same."""
+        """Run it on a copy of what the student is called with, and have it begin with the same random states."""
         args, kwargs = copied_arguments((args, dict(kwargs)))
         inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
@@ -250,7 +250,7 @@ class Lesson:
                 add(layer.register_forward_hook(after(name)))
                 if name in self.maps:
                     add(hook_map(layer, partial(of_map, name), partial(missing, name)))
-            with self.draw.again(network):
+            with unchanged(network), self.draw.again(network):
                 network(*args, **kwargs)
         return compared, maps
 

@@ -64,9 +64,9 @@ class QKClip(QueryKeyObserver):
     the product of queries and keys is computed at every observed step, without waiting for the device. An observed step
     runs without ``torch.compile``: a larger ``every_n_steps`` keeps its speed.
 
-    In the first observed batch calls on trial show whether queries and keys follow the scale of W_q and W_k. Layers in
-    which they do not, as something clamps them (``clip_qkv``) or adds to them, are warned of. Every observed call of
-    these runs on trial too, and is waited for.
+    In the first observed batch calls on trial, in evaluation, show whether queries and keys follow the scale of W_q and
+    W_k. Layers in which they do not, as something clamps them (``clip_qkv``) or adds to them, are warned of. Every
+    observed call of these runs on trial too, and is waited for.
 
     Args:
         tau: limit of the logits.
@@ -81,8 +81,9 @@ class QKClip(QueryKeyObserver):
             ``QKClip``, the strategy is FSDP1 or DeepSpeed, or a layer's logits do not follow the scale of W_q and W_k
             (q/k norm, ``l2`` and further mechanisms), or these weights are frozen (unless a ``BaseFinetuning`` of
             Lightning may train them later), computed, sharded or shared with what is not clipped, or their optimizer
-            calls no hooks of steps; in the backward pass, if a logit above tau is of queries or keys that do not follow
-            the scale of W_q and W_k. Weights that no optimizer of the trainer holds are never clipped: a warning.
+            calls no hooks of steps. Weights that no optimizer of the trainer holds are never clipped: a warning.
+        ValueError: in the backward pass of the process that meets it, if a logit above tau is of queries or keys that
+            do not follow the scale of W_q and W_k.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -201,21 +202,28 @@ class QKClip(QueryKeyObserver):
 
     def _try(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note whether a clip would act on what a call makes: calls on trial, of any size, else of its own, show it."""
-        if not torch.is_grad_enabled() or self._straight.get(index):
+        self._bent.discard(index)
+        if not torch.is_grad_enabled():
             return
-        layer = self._layers[index]
-        if index not in self._straight:
-            self._straight[index] = follows_scale(layer, args, kwargs, _FAR, moved=True)
-            if not self._straight[index]:
-                kind = getattr(module, "plain_class", type(module)).__name__
-                rank_zero_warn(
-                    f"QKClip: between W_q, W_k and their product {kind} has what does not scale with them, such as a "
-                    "clamp (clip_qkv) or a bias: where a logit above tau meets it, the fit ends with an error, unless "
-                    "such layers are left out (exclude=)"
-                )
-        if self._straight[index] or follows_scale(layer, args, kwargs, 0.5):
-            self._bent.discard(index)
-        else:
+        layer, kind = self._layers[index], getattr(module, "plain_class", type(module)).__name__
+        try:
+            far = self._straight.get(index, True) and follows_scale(layer, args, kwargs, _FAR, moved=True)
+            bent = far is False and follows_scale(layer, args, kwargs, 0.5) is False
+        except Exception as error:  # of a stranger's forward
+            rank_zero_warn(
+                f"QKClip: {kind} cannot be called on trial ({type(error).__name__}: {error}), so that a clamp between "
+                "W_q, W_k and their product would not be found"
+            )
+            far, bent = True, False
+        if far is False and self._straight.get(index, True):
+            rank_zero_warn(
+                f"QKClip: between W_q, W_k and their product {kind} has what does not scale with them, such as a "
+                "clamp (clip_qkv) or a bias: where a logit above tau meets it, the fit ends with an error, unless such "
+                "layers are left out (exclude=)"
+            )
+        if far is not None:
+            self._straight[index] = far
+        if bent:
             self._bent.add(index)
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:

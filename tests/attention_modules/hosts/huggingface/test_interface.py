@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -224,10 +225,13 @@ def test_a_layer_may_clamp_its_queries_in_place(mechanism):
     assert torch.equal(*found)
 
 
+ROOM = "weights = query_states.new_zeros(query_states.shape[0])"
+
+
 @pytest.mark.parametrize(
-    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx"]
+    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx", ROOM]
 )
-def test_changes_of_queries_alone_are_refused_where_a_mechanism_uses_none(change, tmp_path, monkeypatch):
+def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(change, tmp_path, monkeypatch):
     from transformers.models.olmo import modeling_olmo
 
     source = inspect.getsource(modeling_olmo)
@@ -243,6 +247,6 @@ def test_changes_of_queries_alone_are_refused_where_a_mechanism_uses_none(change
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.OlmoConfig(**sizes, vocab_size=20, pad_token_id=0)
     model = importlib.import_module("modeling_own").OlmoModel(config)
-    with pytest.raises(AttentionSwapError, match=re.escape(change)):
+    refused = pytest.raises(AttentionSwapError, match=re.escape(change))
+    with nullcontext() if change == ROOM else refused:
         swap_attention(model, "symmetric")
-    swap_attention(model, "softmax")

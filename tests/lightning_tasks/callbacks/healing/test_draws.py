@@ -161,3 +161,31 @@ def test_masked_autoencoders():
         _, trainer = heal(callback, "softmax", module, loader=images)
         assert trainer.callback_metrics["val/drift/output_error"] < 1e-6
     assert trainer.callback_metrics["heal/loss"] < 1e-9
+
+
+class Lazy(Classifier):
+    """Makes its Parameters in its first call, in three ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.lazy, self.norm = torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d()
+        self.own, self.is_made = None, False
+        self.system = random.SystemRandom()  # which has no state
+
+    def forward(self, x):
+        if self.own is None:
+            self.own = torch.nn.Linear(8, 8)
+        if not self.is_made:
+            self.scale, self.is_made = torch.nn.Parameter(torch.ones(8)), True
+        return super().forward(self.norm(self.own(self.lazy(x)).mT).mT * self.scale)
+
+
+@pytest.mark.parametrize("look", [attnswap.attention_maps, attnswap.explore])
+def test_what_a_model_makes_in_its_first_call_stays(look):
+    model, x = Lazy(), torch.randn(2, 6, 8)
+    look(model, x)
+    made, given = dict(model.named_parameters()), model(x)
+    assert {"own.weight", "scale", "lazy.weight", "norm.weight"} <= made.keys()
+    assert torch.equal(model(x), given)
+    assert all(made[name] is now for name, now in model.named_parameters())
+    assert (model.lazy.in_features, model.norm.num_features) == (8, 8)

@@ -1,6 +1,8 @@
 """QKClip and layers that change q or k between projection and product: the limit holds after a clip, or an error."""
 
+import re
 import warnings
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -215,3 +217,72 @@ def test_in_half_precision(case, precision):
     else:
         fit(Trains(net), [QKClip(tau)], in_turn(batch), max_steps=1, precision=precision)
         assert largest(net.float(), batch.float()) / before == pytest.approx(0.5, rel=0.02)
+
+
+class Hooked(Changing):
+    """Its queries take a hook, which only what has a gradient takes; a call on trial has none."""
+
+    def changed(self, q):
+        q.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
+        return q
+
+
+class Gated(Changing):
+    """Has a Parameter of no dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("kind", "said"), [(Hooked, "cannot be called on trial .RuntimeError"), (Gated, "")])
+def test_what_a_trial_cannot_say_refuses_nothing(kind, said):
+    declare_host(kind, qkv="qkv", heads=HEADS)
+    net, batch = nn.Sequential(kind()), torch.randn(4, TOKENS, WIDTH)
+    tau = largest_of(net, batch) / 2
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(Trains(net), [QKClip(tau)], in_turn(batch), max_steps=1)
+    of_trials = " ".join(str(each.message) for each in told if "QKClip" in str(each.message))
+    assert re.search(said, of_trials) if said else not of_trials
+    assert largest_of(net, batch) == pytest.approx(tau, rel=1e-5)
+
+
+def largest_of(net, batch):
+    """By hand, as the plain model of a call without gradients is an error."""
+    q, k = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in net[0].qkv(batch).chunk(3, -1)[:2])
+    logits = q @ k.mT * q.shape[-1] ** -0.5
+    return logits.masked_fill(torch.ones(TOKENS, TOKENS).triu(1).bool(), -torch.inf).amax().item()
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, and only the second call is large enough for its clamp."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        limit, self.layer.limit = self.layer.limit, torch.inf
+        x = self.layer(x)
+        self.layer.limit = limit
+        return self.layer(x)
+
+
+def test_a_clamp_of_a_second_call_is_found():
+    layer, batch = own("clamp", limit=50.0, size=40.0)
+    with pytest.raises(ValueError, match="cannot clip"), pytest.warns(match=OURS):
+        fit(Trains(Twice(layer[0])), [QKClip(0.1)], in_turn(batch), max_steps=1)
+
+
+@pytest.mark.parametrize("case", ["plain", "clamp"])
+def test_a_call_of_zeros_says_nothing_yet(case):
+    net, batch = own(case, limit=50.0, size=40.0)
+    net[0].qkv.bias = None
+    nothing = torch.zeros_like(batch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{OURS}")
+        fit(Trains(net), [QKClip(0.1)], in_turn(nothing), max_steps=1)
+    refused = pytest.raises(ValueError, match="cannot clip") if case == "clamp" else nullcontext()
+    with refused:
+        fit(Trains(net), [QKClip(0.1)], in_turn(nothing, batch), max_steps=2)

@@ -230,6 +230,14 @@ def test_settings_in_python_behind_a_link_import_and_name_what_stands_beside_it(
     assert "else/local.py" not in sources_of(["conf/mine.py"])
 
 
+def test_links_that_lead_back_are_followed_once(project):
+    (project / "conf").mkdir(exist_ok=True)
+    (project / "conf" / "mine.py").write_text("from .a.mine import x\nfrom .b.mine import y\n")
+    for name in "ab":
+        (project / "conf" / name).symlink_to(project / "conf")
+    assert len(sources_of(["conf/mine.py"])) < 5
+
+
 def test_files_that_are_keys_count(project):
     assert {*sources_of([{"data": {"files": {"weights.pt": 0.7, "index.json": 0.3}}}])} == {"weights.pt", "index.json"}
 
