@@ -59,7 +59,10 @@ def follows_scale(
             given, by_name = copied_arguments((tuple(args), dict(kwargs)))
             layer.mechanism.register_forward_pre_hook(_reached(seen))
             layer.module.forward(*given, **by_name)
-    found = [_is_times(one, other, factor) for one, other in zip(*seen, strict=True)] if len(seen) == 2 else [None]
+    if len(seen) < 2:
+        return None
+    # Random weights of float16 may be too small for all their digits, and sums cancel: of a few, nothing follows.
+    found = [_is_times(one, other, factor, 0.001 if moved else 0.0) for one, other in zip(*seen, strict=True)]
     return False if False in found else None if None in found else True
 
 
@@ -76,7 +79,7 @@ def _changed(value: Tensor, draws: torch.Generator | None) -> Tensor:
     if draws is None:
         return value.clone()
     numbers = torch.randn(value.shape, generator=draws, dtype=torch.float32, device="cpu")
-    return value + (numbers / value.shape[-1:].numel() ** 0.5).to(value)
+    return value + (numbers / value.shape[-1:].numel() ** 0.5).to(value)  # 1 of a number alone
 
 
 def _put(part: nn.Module, name: str, value: Tensor) -> None:
@@ -86,17 +89,14 @@ def _put(part: nn.Module, name: str, value: Tensor) -> None:
     vars(part)[kept] = {**vars(part)[kept], name: value}
 
 
-def _is_times(one: Tensor, other: Tensor, factor: float) -> bool | None:
-    """Whether the second is the first times the factor where both are finite; None where no number shows it."""
+def _is_times(one: Tensor, other: Tensor, factor: float, few: float) -> bool | None:
+    """Whether the second, but for this share, is the first times the factor; None where nothing finite shows it."""
     if one.shape != other.shape:
         return False
-    rounding, wanted = torch.finfo(one.dtype).eps, one * factor
+    limits, wanted = torch.finfo(one.dtype), one * factor
     shown = wanted.isfinite() & other.isfinite()
-    wanted, other = wanted[shown], other[shown]
-    if not bool(other.any()):
-        return None
-    # Sums that cancel keep the rounding of their terms, and weights of float16 may be too small for all their digits.
-    return bool(torch.isclose(other, wanted, rtol=4 * rounding, atol=rounding * float(wanted.abs().max())).all())
+    far = ~torch.isclose(other[shown], wanted[shown], rtol=4 * limits.eps, atol=limits.tiny)
+    return bool(far.double().mean() <= few) if bool(other[shown].any()) else None
 
 
 @contextmanager

@@ -23,10 +23,11 @@ _KEY_FOR = {"queries": "keys", "query": "key", "q": "k"}
 # What only arranges a tensor's numbers, or says something of it.
 _ARRANGING = {
     *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze"),
-    *("expand", "chunk", "split", "unbind", "movedim", "swapaxes", "narrow", "clone", "detach", "to", "float", "half"),
-    *("type", "type_as", "size", "dim", "numel", "len", "stride", "is_contiguous", "get_device"),
-    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("expand", "chunk", "split", "unbind", "movedim", "swapaxes", "swapdims", "view_as", "clone"),
+    *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
+    *("size", "dim", "numel", "len", "stride", "is_contiguous", "is_floating_point", "get_device"),
 }
+_NEW = {"new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"}  # other tensors, of their kind
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,28 @@ def _works(forward: ast.FunctionDef) -> list[ast.AST]:
     """What computes in a forward: outermost products and sums, changes in place, and calls."""
     inner = {id(part) for node in ast.walk(forward) if isinstance(node, ast.BinOp) for part in (node.left, node.right)}
     sums = [node for node in ast.walk(forward) if isinstance(node, ast.BinOp) and id(node) not in inner]
-    changes = [node for node in ast.walk(forward) if isinstance(node, ast.AugAssign) or _sets_items(node)]
+    changes = [node for node in ast.walk(forward) if isinstance(node, ast.AugAssign) or _replaces(node)]
     calls = [call for call in calls_in(forward) if not _arranges(call)]
     raised = {id(node) for each in ast.walk(forward) if isinstance(each, ast.Raise) for node in ast.walk(each)}
     return [work for work in (*sums, *changes, *calls) if id(work) not in raised]
 
 
-def _sets_items(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(target, ast.Subscript) for target in node.targets)
+def _replaces(node: ast.AST) -> bool:
+    """Whether a statement sets items of a tensor, or puts a new one in the place of queries."""
+    if not isinstance(node, ast.Assign):
+        return False
+    is_new = isinstance(node.value, ast.Call) and ast.unparse(node.value.func).rpartition(".")[2] in _NEW
+    of_queries = any(_QUERY.match(name) for target in node.targets for name in names_in(target))
+    return (is_new and of_queries) or any(isinstance(target, ast.Subscript) for target in node.targets)
 
 
 def _arranges(call: ast.Call) -> bool:
     """Whether a call computes nothing, or is one of a module for queries (`self.q_proj`)."""
     called = ast.unparse(call.func)
     name = call.func.attr if isinstance(call.func, ast.Attribute) else called
-    return name in _ARRANGING or (called.startswith("self.") and bool(_QUERY.match(called.removeprefix("self."))))
+    return name in _ARRANGING | _NEW or (
+        called.startswith("self.") and bool(_QUERY.match(called.removeprefix("self.")))
+    )
 
 
 def _unconditional(node: ast.AST) -> list[ast.AST]:

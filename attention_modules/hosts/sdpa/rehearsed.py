@@ -13,7 +13,8 @@ from weakref import ProxyTypes
 import torch
 from torch import nn
 
-from attention_modules.mechanisms.shared.kept import default_states, own_copies, put_back
+from attention_modules.mechanisms.shared.kept import own_copies, put_back
+from attention_modules.mechanisms.shared.unchanged import repeatable
 from attention_modules.sharing import SharedValues
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
@@ -30,9 +31,8 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
     Yields:
         the modules.
     """
-    with torch.random.fork_rng(devices=_devices(model)), torch.compiler.set_stance("force_eager"), ExitStack() as back:
-        for state in default_states():
-            back.callback(*state)
+    devices = {tensor.device for tensor in model.parameters()}
+    with repeatable(*devices), torch.compiler.set_stance("force_eager"), ExitStack() as back:
         parts = [*_reached(model)]
         apart = {*_HOOKS, "_buffers"}
         kept = [{name: value for name, value in vars(part).items() if name not in apart} for part in parts]
@@ -42,10 +42,6 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
             hooks = {name: _that_compute(vars(part)[name]) for name in _HOOKS}
             vars(part).update({**own, **hooks, "_buffers": buffers, "training": False})
         yield parts
-
-
-def _devices(model: nn.Module) -> list[int]:
-    return sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
 
 
 def _set_back(part: nn.Module, kind: type, attributes: dict[str, Any]) -> None:

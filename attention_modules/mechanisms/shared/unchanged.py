@@ -7,10 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from attention_modules.function import FunctionAttention
 from attention_modules.mechanisms.shared.kept import (
@@ -25,6 +27,7 @@ from attention_modules.mechanisms.shared.kept import (
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _State = tuple[Callable[..., Any], Any]  # what sets it, and what it is
+_MOST = 1_000  # entries of one attribute in which generators are looked for
 
 
 @contextmanager
@@ -32,34 +35,42 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     """Inside, calls of a module have copies of what it keeps; afterwards it is as before.
 
     They have copies of its buffers and, of a class that is nobody's but the user's, of all that it or its function
-    keeps (:func:`.own_copies`). Other attributes are as before at the end. A part that makes Parameters or modules in a
-    call, as lazy ones do in their first, stays as that call has left it.
+    keeps (:func:`.own_copies`). Other attributes are as before at the end. Where calls have made Parameters or modules,
+    as those of lazy ones do, attributes that they have set stay, too: they say that it is made.
     """
+    parts, made = list(module.modules()), _made(module)
+    held = [(each, dict(each)) for part in parts for each in (part._buffers, vars(part))]
     copied: list[Place] = []
     with ExitStack() as back:
-        for part in list(module.modules()):
-            back.callback(_put_back, part, _made_of(part), dict(part._buffers), dict(vars(part)))
+        for part in parts:
             copied.append((part._buffers.update, dict(part._buffers)))
             if is_elsewhere(type(part).__module__):
                 own = {name: value for name, value in vars(part).items() if name not in _OF_EVERY_MODULE}
                 copied.append((vars(part).update, own))
-            for put, held in places(part.function) if isinstance(part, FunctionAttention) else ():
-                copied.append((put, held))
-                back.callback(put, held)
-        copied = [(put, held) for put, held in copied if held]
-        for (put, _), own in zip(copied, own_copies([held for _, held in copied]), strict=True):
+            for put, kept in places(part.function) if isinstance(part, FunctionAttention) else ():
+                copied.append((put, kept))
+                back.callback(put, kept)
+        copied = [(put, kept) for put, kept in copied if kept]
+        for (put, _), own in zip(copied, own_copies([kept for _, kept in copied]), strict=True):
             put(own)
-        yield
+        begun = [dict(now) for now, _ in held]
+        try:
+            yield
+        finally:
+            is_new = not _made(module) <= made
+            for (now, before), at_first in zip(held, begun, strict=True):
+                set_since = {name: value for name, value in now.items() if value is not at_first.get(name)}
+                gone = at_first.keys() - now.keys()
+                kept = {name: value for name, value in before.items() if name not in gone} | set_since
+                put_back(now, kept if is_new else before)
 
 
-def _made_of(part: nn.Module) -> list[Any]:
-    return [type(part), *map(id, (*part._parameters.values(), *part._modules.values()))]
-
-
-def _put_back(part: nn.Module, made_of: list[Any], buffers: dict[str, Any], attributes: dict[str, Any]) -> None:
-    if _made_of(part) == made_of:
-        put_back(part._buffers, buffers)
-        put_back(vars(part), attributes)
+def _made(module: nn.Module) -> set[tuple[int, str]]:
+    """By the identities of its parts, the names of Parameters and modules that are there."""
+    every: Iterator[tuple[nn.Module, tuple[str, Any]]] = (
+        (part, each) for part in module.modules() for each in (*part._parameters.items(), *part._modules.items())
+    )
+    return {(id(part), name) for part, (name, value) in every if value is not None and not is_lazy(value)}
 
 
 @contextmanager
@@ -77,9 +88,9 @@ def unobserved(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
+def repeatable(*devices: torch.device) -> Iterator[Callable[[], None]]:
     """Gives what sets random states to those of the start, as they are at the end again."""
-    again = partial(_set, _of_process([device]))
+    again = partial(_set, _of_process(devices))
     try:
         yield again
     finally:
@@ -87,7 +98,7 @@ def repeatable(device: torch.device) -> Iterator[Callable[[], None]]:
 
 
 class Draw:
-    """What a model draws from at a moment: the random states of this process, and generators that are attributes.
+    """What a model draws from at a moment: the random states of this process, and generators that its modules hold.
 
     Args:
         model: the model, at the moment.
@@ -125,16 +136,34 @@ def _of_process(devices: Iterable[torch.device]) -> list[_State]:
     return states
 
 
-def _held_by(model: nn.Module) -> dict[tuple[str, str], _State]:
-    """By module and attribute, the state of each generator that is an attribute of a module."""
-    found: dict[tuple[str, str], _State] = {}
+def _held_by(model: nn.Module) -> dict[tuple[str, str, int], _State]:
+    """By module, attribute and place in it, the states of generators that attributes of modules are or hold."""
+    found: dict[tuple[str, str, int], _State] = {}
     for module, part in model.named_modules():
-        for name, value in vars(part).items():
-            of_numpy = type(value).__module__.startswith("numpy.random.")
-            if isinstance(value, torch.Generator) or (of_numpy and hasattr(value, "set_state")):
-                found[module, name] = value.set_state, value.get_state()
-            elif isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-                found[module, name] = value.setstate, value.getstate()
-            elif of_numpy and hasattr(bits := getattr(value, "bit_generator", value), "state"):
-                found[module, name] = partial(setattr, bits, "state"), bits.state
+        for name, held in vars(part).items():
+            for place, value in enumerate(_inside(held)):
+                if (state := _state_of(value)) is not None:
+                    found[module, name, place] = state
     return found
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What it is, and what it holds: of a container its entries, of an object of the user's class its attributes."""
+    yield value
+    if type(value) is dict:
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        value = vars(value).values() if hasattr(value, "__dict__") and is_elsewhere(type(value).__module__) else ()
+    yield from islice(value, _MOST)
+
+
+def _state_of(value: Any) -> _State | None:
+    """What sets the state of a generator, and its state; None of what is none, or has none."""
+    of_numpy = type(value).__module__.startswith("numpy.random.")
+    if isinstance(value, torch.Generator) or (of_numpy and hasattr(value, "set_state")):
+        return value.set_state, value.get_state()
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.setstate, value.getstate()
+    if of_numpy and hasattr(bits := getattr(value, "bit_generator", value), "state"):
+        return partial(setattr, bits, "state"), bits.state
+    return None

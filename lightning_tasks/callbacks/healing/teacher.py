@@ -139,7 +139,7 @@ class Teacher:
                 add(layer.register_forward_hook(after(name)))
                 if self.maps:
                     add(hook_map(layer, partial(maps.setdefault, name)))
-            with draw.again(self.network):
+            with unchanged(self.network), draw.again(self.network):
                 output = self.network(*args, **kwargs)
         return Lesson(inputs, outputs, output, seen, maps, draw)
 

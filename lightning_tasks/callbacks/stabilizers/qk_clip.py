@@ -117,6 +117,7 @@ class QKClip(QueryKeyObserver):
         self._on_step = ExitStack()  # the hooks of optimizers
         self._straight: dict[int, bool] = {}  # whether a layer's q and k follow the scale of their weights at any size
         self._bent: set[int] = set()  # those in whose latest call they do not
+        self._untried: set[str] = set()  # classes whose calls on trial were errors
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
         self._resumed: dict[str, Any] = {}
 
@@ -148,7 +149,7 @@ class QKClip(QueryKeyObserver):
         self._largest, self._clipped = [None] * len(self._layers), []
         self._current = [None] * len(self._layers)
         self._awaited, self._stepped, self._left = set(), set(), set()
-        self._straight, self._bent = {}, set()
+        self._straight, self._bent, self._untried = {}, set(), set()
         self._reached = False
         self._resume(pl_module.device)
         held = set().union(*map(self._held_by, trainer.optimizers))
@@ -207,24 +208,29 @@ class QKClip(QueryKeyObserver):
             return
         layer, kind = self._layers[index], getattr(module, "plain_class", type(module)).__name__
         try:
-            far = self._straight.get(index, True) and follows_scale(layer, args, kwargs, _FAR, moved=True)
-            bent = far is False and follows_scale(layer, args, kwargs, 0.5) is False
+            if self._straight.get(index, True):
+                self._note(index, kind, follows_scale(layer, args, kwargs, _FAR, moved=True))
+            bent = self._straight.get(index) is False and follows_scale(layer, args, kwargs, 0.5) is False
         except Exception as error:  # of a stranger's forward
-            rank_zero_warn(
-                f"QKClip: {kind} cannot be called on trial ({type(error).__name__}: {error}), so that a clamp between "
-                "W_q, W_k and their product would not be found"
-            )
-            far, bent = True, False
-        if far is False and self._straight.get(index, True):
+            bent = self._straight.get(index) is False
+            if not bent and kind not in self._untried:
+                self._untried.add(kind)
+                rank_zero_warn(
+                    f"QKClip: {kind} cannot be called on trial ({type(error).__name__}: {error}), so that a clamp "
+                    "between W_q, W_k and their product would not be found"
+                )
+        if bent:
+            self._bent.add(index)
+
+    def _note(self, index: int, kind: str, follows: bool | None) -> None:
+        if follows is False:
             rank_zero_warn(
                 f"QKClip: between W_q, W_k and their product {kind} has what does not scale with them, such as a "
                 "clamp (clip_qkv) or a bias: where a logit above tau meets it, the fit ends with an error, unless such "
                 "layers are left out (exclude=)"
             )
-        if far is not None:
-            self._straight[index] = far
-        if bent:
-            self._bent.add(index)
+        if follows is not None:
+            self._straight[index] = follows
 
     def _see(self, index: int, query: Tensor, key: Tensor, given: dict[str, Any], call: Any) -> None:
         # Nothing trains by a call without gradients. In the backward pass a reentrant checkpoint calls again with them;

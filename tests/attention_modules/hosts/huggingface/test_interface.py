@@ -225,11 +225,12 @@ def test_a_layer_may_clamp_its_queries_in_place(mechanism):
     assert torch.equal(*found)
 
 
+NEW = "query_states = query_states.new_ones(query_states.shape)"
 ROOM = "weights = query_states.new_zeros(query_states.shape[0])"
 
 
 @pytest.mark.parametrize(
-    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx", ROOM]
+    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx", NEW, ROOM]
 )
 def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(change, tmp_path, monkeypatch):
     from transformers.models.olmo import modeling_olmo
@@ -250,3 +251,8 @@ def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(chang
     refused = pytest.raises(AttentionSwapError, match=re.escape(change))
     with nullcontext() if change == ROOM else refused:
         swap_attention(model, "symmetric")
+    restore_attention(model)
+    tokens = torch.arange(1, 9)[None]
+    plain = model.eval()(tokens).last_hidden_state
+    swap_attention(model, "softmax")
+    torch.testing.assert_close(model(tokens).last_hidden_state, plain)

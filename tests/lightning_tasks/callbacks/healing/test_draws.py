@@ -20,7 +20,8 @@ from tests.lightning_tasks.callbacks.healing.healed import Classifier, Task, dat
 
 
 class Counts:
-    calls = 0
+    def __init__(self):
+        self.calls, self.generator = 0, torch.Generator().manual_seed(3)
 
 
 class Draws(Classifier):
@@ -30,7 +31,7 @@ class Draws(Classifier):
         super().__init__()
         self.way, self.generator, self.own = way, torch.Generator().manual_seed(3), random.Random(3)
         self.of_numpy, self.older = np.random.default_rng(3), np.random.RandomState(3)
-        self.kept, self.counts = [], Counts()
+        self.kept, self.counts, self.held = [], Counts(), {"bits": np.random.PCG64(3)}
         self.register_buffer("running", torch.zeros(()))
 
     def forward(self, x):
@@ -47,6 +48,9 @@ class Draws(Classifier):
             x = x * self.own.random()
         elif self.way == "own of numpy":
             x = x * self.of_numpy.random() * self.older.rand()
+        elif self.way == "within":
+            drawn = float(self.held["bits"].random_raw() % 7)
+            x = x + torch.randn(x.shape, generator=self.counts.generator) * drawn
         elif self.way == "buffer":
             self.running.mul_(0.9).add_(mean)
         elif self.way == "list":
@@ -57,7 +61,8 @@ class Draws(Classifier):
 
     def state(self):
         """All that it keeps and draws from, to compare."""
-        own = [self.own.getstate(), self.of_numpy.bit_generator.state, self.older.get_state(legacy=False)]
+        within = [self.counts.generator.get_state().tolist(), self.held["bits"].state]
+        own = [*within, self.own.getstate(), self.of_numpy.bit_generator.state, self.older.get_state(legacy=False)]
         process = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()]  # noqa: NPY002
         tensors = {name: tensor.tolist() for name, tensor in self.state_dict().items()}
         return repr(
@@ -65,7 +70,7 @@ class Draws(Classifier):
         )
 
 
-DRAWS = ["torch", "python", "numpy", "generator", "own of python", "own of numpy"]
+DRAWS = ["torch", "python", "numpy", "generator", "own of python", "own of numpy", "within"]
 KEEPS = ["buffer", "list", "object"]
 
 
@@ -163,19 +168,71 @@ def test_masked_autoencoders():
     assert trainer.callback_metrics["heal/loss"] < 1e-9
 
 
+class Remembers(Draws):
+    """Its output depends on what it has seen, which the task forgets before each step."""
+
+    def forward(self, x):
+        self.kept.append(x.detach().mean())
+        return super().forward(x + torch.stack(self.kept).mean())
+
+
+class Forgets(Task):
+    def training_step(self, batch, batch_idx):
+        self.net.kept.clear()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("callback", [DriftMonitor, lambda: Heal([{"match": "output", "train": "attention"}])])
+def test_a_teacher_keeps_nothing(callback):
+    module, watching = Forgets(), callback()
+    module.net = Remembers("torch")
+    heal(watching, "softmax", module)
+    assert watching.teacher.network.kept == []
+
+
+class Shares(Classifier):
+    """Two parts share an object and a buffer, and one makes a Parameter in its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts, self.head.counts = [Counts()] * 2
+        self.register_buffer("table", torch.zeros(3))
+        self.head.register_buffer("table", self.table)
+        self.made, self.cur = None, None
+
+    def forward(self, x):
+        if self.made is None:
+            self.made = torch.nn.Parameter(torch.ones(()))
+        self.cur = torch.nn.Identity()  # another one in each call
+        self.counts.calls += 1
+        self.table += 1
+        return super().forward(self.cur(x) * self.made)
+
+
+def test_what_parts_share_stays_shared_where_a_call_makes_something():
+    model, x = Shares(), torch.randn(2, 6, 8)
+    for _ in range(2):
+        attnswap.attention_maps(model, x)
+        assert model.counts is model.head.counts
+        assert model.table is model.head.table
+        assert model.counts.calls == 0
+        assert model.table.sum() == 0
+
+
 class Lazy(Classifier):
     """Makes its Parameters in its first call, in three ways."""
 
     def __init__(self):
         super().__init__()
         self.lazy, self.norm = torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d()
-        self.own, self.is_made = None, False
+        self.own, self.is_made, self.more = None, False, torch.nn.ModuleList()
         self.system = random.SystemRandom()  # which has no state
 
     def forward(self, x):
         if self.own is None:
             self.own = torch.nn.Linear(8, 8)
         if not self.is_made:
+            self.more.append(torch.nn.Linear(8, 8))
             self.scale, self.is_made = torch.nn.Parameter(torch.ones(8)), True
         return super().forward(self.norm(self.own(self.lazy(x)).mT).mT * self.scale)
 
@@ -186,6 +243,7 @@ def test_what_a_model_makes_in_its_first_call_stays(look):
     look(model, x)
     made, given = dict(model.named_parameters()), model(x)
     assert {"own.weight", "scale", "lazy.weight", "norm.weight"} <= made.keys()
+    assert len(model.more) == 1
     assert torch.equal(model(x), given)
     assert all(made[name] is now for name, now in model.named_parameters())
     assert (model.lazy.in_features, model.norm.num_features) == (8, 8)

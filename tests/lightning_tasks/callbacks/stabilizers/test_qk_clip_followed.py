@@ -202,6 +202,36 @@ def test_a_later_bias_is_seen():
         fit(Trains(net), [Grows(), QKClip(tau / 2)], in_turn(batch / 4, batch), max_steps=2)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-true"])
+@pytest.mark.parametrize("size", [1.0, 40.0, 400.0])
+def test_a_later_bias_is_seen_in_half_precision(precision, size):
+    net, batch = own("bias", size=size)
+    kind = {"bf16-true": torch.bfloat16, "16-true": torch.float16}.get(precision, torch.float32)
+    with pytest.warns(match=OURS):
+        fit(Trains(net.to(kind)), [QKClip(1e9)], in_turn(batch.to(kind)), max_steps=1, precision=precision)
+
+
+def test_a_trial_that_fails_once_lets_no_clamp_pass(monkeypatch):
+    """As where memory runs out: in the second batch."""
+    net, batch = own("clamp", limit=50.0, size=40.0)
+    changed, callback, fails = Clamping.changed, QKClip(1e9), []
+
+    def may_fail(layer, q):
+        if not layer.training and fails:
+            raise fails.pop()
+        return changed(layer, q)
+
+    class Lowers(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            callback.tau = 1.0 if batch_idx else 1e9
+            fails.extend([RuntimeError("out of memory")] * batch_idx)
+
+    monkeypatch.setattr(Clamping, "changed", may_fail)
+    with pytest.raises(ValueError, match="cannot clip"):
+        fit(Trains(net), [Lowers(), callback], in_turn(batch, batch), max_steps=2)
+    assert not fails
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("case", ["clamp", "plain"])
 def test_in_half_precision(case, precision):
