@@ -55,5 +55,6 @@ class Limits:
         if sees_the_future and built.causality == "always":  # the last: whatever else refuses it refuses its cures too
             yield (
                 f"it sees the future, and {name} writes one token after the other into a state: choose linear, "
-                "retention, performer, or hedgehog without a window, which have a form for that"
+                "retention, performer, or hedgehog without a window, which have a form for that, or, where it hides "
+                "the future all the same, set its is_causal = True"
             )

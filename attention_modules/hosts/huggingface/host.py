@@ -229,11 +229,12 @@ class HuggingFaceHost(Host):
         sizes = heads_of(layer)
         assert sizes is not None
         value = getattr(layer, "v_head_dim", None)
-        causal = _call_of(layer).given.get("is_causal", "self.is_causal")
+        given = _call_of(layer).given
+        causal = _value(layer, given.get("is_causal", "self.is_causal")) is not False
         return AttentionSpec(
             width_of(layer),
             *sizes,
-            is_causal=bool(_value(layer, causal) is not False and getattr(layer, "is_causal", True)),
+            is_causal=bool(causal and getattr(layer, "is_causal", "is_causal" in given)),
             layer_index=layer_index,
             value_dim=value if value != sizes[1] else None,
         )

@@ -226,7 +226,8 @@ def new_tokens(
     On a GPU checked without a sync.
 
     Raises:
-        RuntimeError: if the mask does not hide the future alone, and the same earlier tokens as when they came.
+        RuntimeError: if the mask is a bias, or does not hide the future alone, and the same earlier tokens as when they
+            came.
     """
     name, number = _name(module), q.shape[2]
     if mask is None:
@@ -236,6 +237,7 @@ def new_tokens(
     seen = visible(mask).expand(q.shape[0], -1, -1, -1)
     if not causal:
         torch._assert_async((seen == seen[:, :1, :1]).all(), _ROWS.format(name=name))
+        _check_unbiased(name, mask)
         return seen[:, 0, 0], None
     first = None
     if layer is not None and layer.is_static:  # whose mask has columns beyond the new tokens
@@ -260,6 +262,7 @@ def _read(
     known = getattr(mask, _READ, None) if kept else None
     if known is not None and known[0] is positions and known[1] == (number, mask._version, len(seen)):
         return known[2]
+    _check_unbiased(name, mask)
     rows = torch.arange(number, device=mask.device)
     columns = torch.arange(mask.shape[-1], device=mask.device)
     own = rows + (mask.shape[-1] - number if first is None else first)
@@ -281,7 +284,21 @@ def _read(
     return found
 
 
-_ROWS = "{name} takes masks of padding alone, and this one has other rows"
+def _check_unbiased(name: str, mask: Tensor) -> None:
+    if mask.requires_grad:  # it may be 0 before it is trained
+        raise RuntimeError(_BIAS.format(name=name))
+    if mask.dtype != torch.bool:
+        torch._assert_async(((mask == 0) | ~visible(mask)).all(), _BIAS.format(name=name))
+
+
+_ROWS = (
+    "{name} takes masks of padding alone, and this one has other rows; where it hides the future, set the layer's "
+    "is_causal = True before the swap"
+)
+_BIAS = (
+    "{name} has no logits to which a bias could be added, and this mask is one (relative positions, ALiBi): restore "
+    "this layer, or choose another mechanism"
+)
 _TREE = (
     "{name} keeps a state, so it takes masks that hide the future and padding alone, and this one hides more or less "
     "(a tree, a sliding window, or a prefix that sees itself): restore this layer, or choose another mechanism"

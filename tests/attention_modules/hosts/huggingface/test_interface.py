@@ -256,3 +256,48 @@ def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(chang
     plain = model.eval()(tokens).last_hidden_state
     swap_attention(model, "softmax")
     torch.testing.assert_close(model(tokens).last_hidden_state, plain)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 20}
+OF_A_STATE = ["linear", "retention", "performer", "hedgehog"]
+
+
+@pytest.mark.parametrize("mechanism", [*OF_A_STATE, "gated_delta", "gla", "delta", "window"])
+@pytest.mark.parametrize("kind", ["Bert", "Llama"])
+def test_a_bias_of_the_logits_is_refused_by_mechanisms_without_logits(kind, mechanism):
+    """As ALiBi, and the relative positions of many encoders; whatever its numbers are, where it has a gradient."""
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**SIZES)).eval()
+    tokens = torch.arange(1, 9)[None]
+    causal = torch.full((8, 8), -torch.inf).triu(1).expand(1, 1, 8, 8) if kind == "Llama" else torch.zeros(1, 1, 8, 8)
+    try:
+        swap_attention(model, mechanism)
+    except AttentionSwapError as error:
+        assert kind == "Bert"
+        assert "sees the future" in str(error)  # noqa: PT017 - a case that is another test's
+        return
+    model(tokens, attention_mask=causal)
+    for bias in (-0.1 * (torch.arange(8) - torch.arange(8)[:, None]).abs(), torch.zeros(8, 8, requires_grad=True)):
+        with pytest.raises(RuntimeError, match="no logits to which a bias could be added"):
+            model(tokens, attention_mask=causal + bias)
+
+
+@pytest.mark.parametrize("mechanism", [*OF_A_STATE, "softmax", "sinkhorn", "symmetric"])
+def test_a_layer_that_does_not_say_whether_it_hides_the_future_goes_by_its_mask(mechanism):
+    """Splinter's have no is_causal. The witness: BERT, whose layers have, with the same weights."""
+    found, tokens = [], torch.arange(1, 9)[None]
+    for kind in ("Splinter", "Bert"):
+        config = getattr(transformers, f"{kind}Config")(**SIZES, initializer_range=0.3, layer_norm_eps=1e-12)
+        kwargs = {"add_pooling_layer": False} if kind == "Bert" else {}
+        found.append(getattr(transformers, f"{kind}Model")(config, **kwargs).eval())
+    found[1].load_state_dict(found[0].state_dict())
+    for model in found:
+        torch.manual_seed(0)
+        swap_attention(model, mechanism)
+    mask = torch.ones_like(tokens)
+    mask[0, 6:] = 0
+    for given in (None, mask):
+        one, other = (model(tokens, attention_mask=given).last_hidden_state for model in found)
+        torch.testing.assert_close(one, other)
+    restored = transformers.SplinterModel(transformers.SplinterConfig(**SIZES))
+    with pytest.raises(AttentionSwapError, match=r"sees the future.*is_causal = True"):
+        swap_attention(restored, "gated_delta")
