@@ -108,6 +108,8 @@ def mechanism_class(mechanism: Mechanism) -> type[AttentionMechanism]:
             f"unknown attention mechanism {mechanism!r}.{did_you_mean(mechanism, _REGISTRY)} "
             f"Known: {', '.join(sorted(_REGISTRY))}; your own is given as a function, a class or an import path"
         )
+    if mechanism is AttentionMechanism:
+        raise TypeError("AttentionMechanism itself computes nothing: give a class that is derived from it")
     if isinstance(mechanism, type) and issubclass(mechanism, AttentionMechanism):
         return mechanism
     if mechanism is F.scaled_dot_product_attention:  # a builtin without a signature

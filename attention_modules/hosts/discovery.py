@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -349,7 +350,19 @@ def _indices(layers: int | Sequence[int], count: int, of: str = "") -> list[int]
 
 
 def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> None:
-    """Each pattern must match an attention layer."""
+    """Each pattern must match an attention layer, and a callable take a name and a module."""
+    if isinstance(selector, nn.Module):
+        kind = type(selector).__name__
+        raise AttentionSwapError(f"{argument} takes name patterns or a callable, got a {kind} itself: give its name")
+    if callable(selector):
+        try:
+            inspect.signature(selector).bind("name", nn.Module)
+        except TypeError as error:
+            raise AttentionSwapError(
+                f"{argument} is called with a name and a module, which it refuses: {error}"
+            ) from error
+        except ValueError:  # of a builtin without a signature
+            return
     if selector is None or callable(selector):
         return
     if not isinstance(selector, Iterable):

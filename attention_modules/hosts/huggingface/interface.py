@@ -202,9 +202,10 @@ def _check_whole(mechanism: Any, query: Tensor, key: Tensor) -> None:
     """Refuse other tokens than those of this call."""
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
-            f"{type(mechanism).__name__} needs one query for each key, so it cannot continue from a key-value cache, "
-            f"or attend to another sequence ({query.shape[2]} new tokens, {key.shape[2]} keys): pass use_cache=False; "
-            "for prefix tuning, whose prefix is such a cache, take prompt tuning or LoRA"
+            f"{type(mechanism).__name__} needs one query for each key, and here {query.shape[2]} tokens have "
+            f"{key.shape[2]} keys: it cannot continue from a key-value cache (pass use_cache=False; for prefix tuning, "
+            "whose prefix is such a cache, take prompt tuning or LoRA), nor attend to another or a reduced sequence "
+            "(restore that layer)"
         )
 
 

@@ -38,6 +38,18 @@ from tests.attention_modules.swap.models import (
 from tests.rows import each_row
 
 
+def test_a_module_or_a_callable_of_a_name_alone_is_refused():
+    model = Pyramid()
+    with pytest.raises(AttentionSwapError, match="got a MultiheadAttention itself: give its name"):
+        swap_attention(model, "softmax", where=model.blocks[0].attn)
+    for choice in ({"where": lambda name: True}, {"exclude": lambda name: True}):
+        with pytest.raises(AttentionSwapError, match="is called with a name and a module, which it refuses"):
+            swap_attention(model, "softmax", **choice)
+    with pytest.raises(TypeError, match="AttentionMechanism itself computes nothing"):
+        swap_attention(model, AttentionMechanism)
+    assert all(layer.mechanism is None for layer in attention_layers(model))
+
+
 @each_row(
     ("choice", "expected"),
     [
