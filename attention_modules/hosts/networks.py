@@ -1,9 +1,11 @@
 """Which networks a model holds: a student and its teacher, two towers, or just one.
 
-Layers are counted within a network. Two parts of a model are networks of their own where they are *twins*, whose
-stacks of layers have Parameters of equal names and shapes. So are a frozen part that is called a teacher beside one
-that trains, and parts that each embed an input of their own, as the towers of CLIP do, or are called as those are. What
-runs in series is one network: an encoder and its decoder, a backbone and its head, numbered stages.
+Layers are counted within a network. What runs in series is one network: an encoder and its decoder, a backbone and its
+head, stages, lists of blocks beside each other. Equal shapes alone do not tell two networks. Parts of equal shapes are
+networks of their own, *twins*, where they are copies, where each takes an input that the other cannot give, where one
+is called a teacher, or where one is frozen behind one that trains. So are, of any shapes, a frozen part that is called
+a teacher beside one that trains, and parts that each embed an input of their own, as the towers of CLIP do, or are
+called as those are.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _TOWERS = re.compile(r"visual|vision|image"), re.compile(r"text|^transformer$")  # of CLIP, by OpenAI and open_clip
-_TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference|frozen")
+_TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference")
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class _Model:
             if part not in self.layers and "decoder" not in part.rpartition(".")[2].lower()
         }
         if any(
-            self._are_twins(one, other, alone) or self._is_teacher(one, other) or _are_towers(one, other)
+            self._are_twins(one, other, alone) or self._is_teacher(one, other, alone) or _are_towers(one, other)
             for one, other in combinations(alone, 2)
         ):
             return True
@@ -128,27 +130,73 @@ class _Model:
         return len(kinds) > 1
 
     def _are_twins(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
-        """Numbers tell layers and stages apart: there only a copy of a stack counts."""
-        stems = [self._branches(part, parts[part]) for part in (one, other)]
-        if any(stem in self.layers for stem, _ in stems):  # one layer, of which only what is around it tells
-            stems = [(part, {}) for part in (one, other)]
-        first, second = (self.modules[stem] for stem, _ in stems)
-        if _unnumbered(one) != _unnumbered(other):
-            return _shape_of(first) == _shape_of(second)
-        if not all(self._holds_a_stack(part, parts) for part in (one, other)):
+        """Whether something tells that neither runs on what the other gives; a number tells two layers of a stack."""
+        numbered = _unnumbered(one) == _unnumbered(other)
+        if numbered and not all(self._holds_a_stack(part, parts) for part in (one, other)):
             return False
-        # Of stages in series the first ones are frozen, and one of them alone embeds an input.
-        teacher = not _is_frozen(self.modules[one]) and _is_frozen(self.modules[other])
-        if teacher and all(_is_whole(self.modules[part]) for part in (one, other)):
-            return True
-        apart = teacher or all(_embeds(self.modules[part], self._inside(part, parts)) for part in (one, other))
-        return are_copies(first, second) or (apart and _shape_of(first) == _shape_of(second))
-
-    def _is_teacher(self, one: str, other: str) -> bool:
-        """Whether one is frozen and called so, and the other trains."""
-        named = [bool(_TEACHER.search(part.rpartition(".")[2].lower())) for part in (one, other)]
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
-        return named != [True, True] and any(named) and frozen == named
+        # Of parts in series the first ones are frozen, and one of them alone embeds an input.
+        teacher = frozen == [False, True]
+        if teacher and numbered and all(_is_whole(self.modules[part]) for part in (one, other)):
+            return True
+        if not self._have_equal_stacks(one, other, parts):
+            return False
+        apart = teacher and not self._are_lists(one, other, parts)
+        return apart or self._are_copies(one, other, parts) or self._take_inputs(one, other, parts)
+
+    def _is_teacher(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        """Whether one alone is called so, and is frozen beside one that trains or has the other's shapes."""
+        named = [bool(_TEACHER.search(part.rpartition(".")[2].lower())) for part in (one, other)]
+        if sorted(named) != [False, True]:
+            return False
+        frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
+        return frozen == named or (
+            not self._are_lists(one, other, parts) and self._have_equal_stacks(one, other, parts)
+        )
+
+    def _stacks(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> list[nn.Module]:
+        """What branches into the layers of two parts; the parts where one has a single layer."""
+        stems = [self._branches(part, parts[part])[0] for part in (one, other)]
+        return [self.modules[name] for name in ((one, other) if {*stems} & {*self.layers} else stems)]
+
+    def _have_equal_stacks(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        first, second = self._stacks(one, other, parts)
+        return _shape_of(first) == _shape_of(second)
+
+    def _are_copies(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        """Whether their values are equal, and not because one layer was copied into all places of both."""
+        if not are_copies(*self._stacks(one, other, parts)):
+            return False
+        first, *rest = [self.modules[name] for name in self._branches(one, parts[one])[1]] or [self.modules[one]]
+        differ = not all(are_copies(first, block) for block in rest)
+        return differ or _is_frozen(self.modules[one]) != _is_frozen(self.modules[other])
+
+    def _are_lists(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        """Whether both are bare lists of what holds layers."""
+        return all(
+            isinstance(self.modules[part], nn.ModuleList | nn.Sequential)
+            and {name.removeprefix(f"{part}.").partition(".")[0] for name in parts[part]}
+            == {name for name, _ in self.modules[part].named_children()}
+            for part in (one, other)
+        )
+
+    def _take_inputs(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        """Whether each embeds an input, or widens one that is no output of such a part."""
+        return all(
+            _embeds(self.modules[part], self._inside(part, parts)) or self._widens(part, parts) for part in (one, other)
+        )
+
+    def _widens(self, part: str, parts: Mapping[str, Sequence[str]]) -> bool:
+        """Whether a projection before its numbered blocks widens features that its last one does not give again."""
+        within = re.compile(re.escape(part) + r".*\.\d+(?=\.|$)")
+        blocks = {block[0] if (block := within.match(name)) else name for name in parts[part]}
+        inside = {id(each) for block in blocks for each in self.modules[block].modules()}
+        first, last, before = None, None, True
+        for each in self.modules[part].modules():
+            before = before and id(each) not in inside
+            widths = None if id(each) in inside else _widths(each)
+            first, last = first or (widths if before else None), widths or last
+        return first is not None and last is not None and first[0] < first[1] and first[0] != last[1]
 
     def _holds_a_stack(self, part: str, parts: Mapping[str, Sequence[str]]) -> bool:
         """Whether a part holds numbered layers, and is no layer of a stack itself, nor one with parallel attentions."""
@@ -176,6 +224,15 @@ def _embeds(module: nn.Module, inside: Iterable[int]) -> bool:
         issubclass(kind, nn.Embedding) or "PatchEmbed" in kind.__name__ or kind.__name__.endswith("Embeddings")
         for kind in kinds
     )
+
+
+def _widths(module: nn.Module) -> tuple[int, int] | None:
+    """How many features a projection takes and gives; None for another module."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return module.in_channels, module.out_channels
+    return None
 
 
 def _is_whole(module: nn.Module) -> bool:

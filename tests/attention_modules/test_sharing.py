@@ -386,6 +386,24 @@ def test_layers_that_cannot_read_are_refused():
         swap_attention(uneven, Mixed)
 
 
+def test_a_layer_without_a_stack_is_left_out_as_the_refusal_says():
+    """Lists in series around one block, as in U-ViT: each list is a stack."""
+
+    def build() -> nn.Sequential:
+        parts = ("in_blocks", nn.Sequential(Block(), Block())), ("mid_block", Block()), ("out_blocks", Stack())
+        return nn.Sequential(OrderedDict(parts))
+
+    with pytest.raises(AttentionSwapError, match=r"only one of its stack.*leave it out by exclude='mid_block\.attn'"):
+        swap_attention(build(), Mixed)
+    model = build()
+    swap_attention(model, Mixed, exclude="mid_block.attn")
+    assert [model.in_blocks[1].attn.link.shared.names[0], model.out_blocks.blocks[1].attn.link.shared.names[0]] == [
+        "in_blocks.0.attn",
+        "out_blocks.blocks.0.attn",
+    ]
+    assert not hasattr(model.mid_block.attn, "link") or model.mid_block.attn.link is None
+
+
 def test_encoder_and_decoder_are_two_stacks():
     model = nn.Transformer(16, 2, 2, 2, 16, batch_first=True).eval()
     swap_attention(model, Mixed)

@@ -93,7 +93,8 @@ def check_connections(found: Survey, planned: Mapping[str, AttentionMechanism]) 
         _refuse(
             first,
             f"{what} only one of its stack: layers are of one stack where their names differ in a number between dots "
-            "alone, as 'blocks.0.attn' and 'blocks.1.attn' in an nn.ModuleList",
+            "alone, as 'blocks.0.attn' and 'blocks.1.attn' in an nn.ModuleList"
+            + (f"; leave it out by exclude={first!r}" if reads else ""),
         )
 
 

@@ -49,6 +49,13 @@ def bart() -> nn.Module:
     return hugging_face("BartModel", "BartConfig", d_model=16, vocab_size=9, **sizes)()
 
 
+def blt() -> nn.Module:
+    """A frozen model behind those that train, all in series."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    parts = {f"{part}_config": sizes for part in ("encoder", "decoder", "global", "patcher")}
+    return hugging_face("BltModel", "BltConfig", encoder_hash_byte_group_vocab=9, **parts)()
+
+
 def averaged() -> nn.ModuleDict:
     student = vit()
     return nn.ModuleDict({"net": student, "average": torch.optim.swa_utils.AveragedModel(student)})
@@ -62,6 +69,80 @@ def joint_embedding() -> nn.ModuleDict:
     whole = pair()
     whole["predictor"] = encoder(1)
     return whole
+
+
+def block(width: int = 16) -> nn.Module:
+    return nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
+
+
+class InSeries(nn.Module):
+    """Its parts run one after the other, in order of their names, as in U-ViT or a factorised ViViT."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.children():
+            for each in part if isinstance(part, nn.ModuleList) else [part]:
+                x = each(x)
+        return x
+
+
+class Gated(nn.Module):
+    """A block whose feed-forward part names the projection back second, as Llama's first code did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 4, batch_first=True)
+        self.w1, self.w2, self.w3 = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 32)
+
+
+def u_vit(copied: bool = False) -> InSeries:
+    one = block()
+    made = (copy.deepcopy(one) if copied else block() for _ in range(5))
+    first, second, middle, fourth, fifth = made
+    return InSeries(
+        in_blocks=nn.ModuleList([first, second]), mid_block=middle, out_blocks=nn.ModuleList([fourth, fifth])
+    )
+
+
+def factorised(copied: bool = False) -> InSeries:
+    """Two encoders in series; nn.TransformerEncoder copies its layer, so that one layer makes them equal."""
+    layer = block()
+    return InSeries(
+        **{name: nn.TransformerEncoder(layer if copied else block(), 2) for name in ("spatial", "temporal")}
+    )
+
+
+def lists(lower: str, upper: str, depth: int = 4, frozen: int = 0) -> InSeries:
+    """Two lists of blocks in series, of which one is frozen."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(*(block() for _ in range(length))) for length in (depth, 2)]
+    parts[frozen].requires_grad_(False)
+    return InSeries(**dict(zip((lower, upper), parts, strict=True)))
+
+
+def gated_stages(*names: str) -> InSeries:
+    return InSeries(**{name: nn.Sequential(nn.LayerNorm(16), Gated(), Gated()) for name in names})
+
+
+def projected(conv: bool = False) -> nn.Module:
+    """A network of its own: it takes 3 features, and gives 4."""
+    return nn.Sequential(nn.Conv2d(3, 16, 4, 4) if conv else nn.Linear(3, 16), encoder(), nn.Linear(16, 4))
+
+
+def upsampling() -> nn.Module:
+    """Takes a skip beside its input, as the second half of a U-Net does."""
+    return nn.Sequential(nn.Linear(32, 16), encoder())
+
+
+def drawn_apart(first: str, second: str, frozen: int) -> nn.ModuleDict:
+    """Two encoders of other values, one of them frozen."""
+    parts = [nn.TransformerEncoder(block(), 2) for _ in range(2)]
+    parts[frozen].requires_grad_(False)
+    return nn.ModuleDict(dict(zip((first, second), parts, strict=True)))
 
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
@@ -96,6 +177,48 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
         {"": 3},
     ),
     "distilled": (distilled, {"small": 1, "large": 3}),
+    "patcher": (blt, {"": 6}),
+    "u-vit": (u_vit, {"": 5}),
+    "u-vit of one block": (lambda: u_vit(copied=True), {"": 5}),
+    "u-vit and its average": (
+        lambda: nn.ModuleDict({"net": (net := u_vit()), "ema": copy.deepcopy(net)}),
+        {"net": 5, "ema": 5},
+    ),
+    "factorised": (factorised, {"": 4}),
+    "factorised, of one layer": (lambda: factorised(copied=True), {"": 4}),
+    "factorised, gated": (lambda: gated_stages("spatial", "temporal"), {"": 4}),
+    "gated stages": (lambda: gated_stages("stage1", "stage2"), {"": 4}),
+    "halves of a u-net": (lambda: InSeries(first=upsampling(), second=upsampling()), {"": 4}),
+    "frozen list": (lambda: lists("frozen_blocks", "blocks"), {"": 6}),
+    "frozen list of equal length": (lambda: lists("frozen_blocks", "blocks", 2), {"": 4}),
+    "frozen list behind": (lambda: lists("blocks", "frozen_blocks", 2, frozen=1), {"": 4}),
+    "drawn teacher first": (lambda: drawn_apart("teacher", "student", 0), {"teacher": 2, "student": 2}),
+    "momentum encoder first": (
+        lambda: drawn_apart("momentum_encoder", "encoder", 0),
+        {"momentum_encoder": 2, "encoder": 2},
+    ),
+    "queries and keys": (lambda: drawn_apart("encoder_q", "encoder_k", 1), {"encoder_q": 2, "encoder_k": 2}),
+    "teacher's list": (
+        lambda: lists("student_blocks", "teacher_blocks", 2, frozen=1),
+        {"student_blocks": 2, "teacher_blocks": 2},
+    ),
+    "teacher's list first": (
+        lambda: lists("teacher_blocks", "student_blocks"),
+        {"teacher_blocks": 4, "student_blocks": 2},
+    ),
+    "copied encoder": (
+        lambda: nn.ModuleDict({"net": (net := nn.Sequential(block(), block())), "slow": copy.deepcopy(net)}),
+        {"net": 2, "slow": 2},
+    ),
+    "copied layer": (
+        lambda: nn.ModuleDict({"net": (net := block()), "slow": copy.deepcopy(net).requires_grad_(False)}),
+        {"net": 1, "slow": 1},
+    ),
+    "policy and value": (
+        lambda: nn.ModuleDict({"policy": projected(), "value": projected()}),
+        {"policy": 2, "value": 2},
+    ),
+    "two that see": (lambda: nn.ModuleList([projected(conv=True), projected(conv=True)]), {"0": 2, "1": 2}),
 }
 
 
@@ -107,6 +230,33 @@ def test_networks(title: str) -> None:
     assert sorted(name for network in found.networks for name in network.layers) == sorted(
         layer.name for layer in found.layers
     )
+
+
+@pytest.mark.parametrize("build", [u_vit, factorised])
+@pytest.mark.parametrize("index", [0, 3, -1])
+def test_layers_in_series_are_counted_through(build: Callable[[], nn.Module], index: int) -> None:
+    model = build()
+    by_hand = [name for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    assert [layer.spec.layer_index for layer in attention_layers(model)] == [*range(len(by_hand))]
+    assert {layer.network for layer in attention_layers(model)} == {""}
+    assert [row.name for row in swap_attention(model, "sink", layers=[index])] == [by_hand[index]]
+
+
+@pytest.mark.parametrize("where", ["spatial*", "*temporal*"])
+def test_parts_in_series_are_no_copies_to_be_told_of(where: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(swap_attention(factorised(), "gated", where=where)) == 2
+
+
+@pytest.mark.parametrize("layers", [None, [0], [5]])
+def test_a_frozen_list_in_series_is_swapped_under_any_name(layers: list[int] | None) -> None:
+    models = {name: lists(name, f"{other}blocks") for name, other in {"lower": "upper_", "frozen_blocks": ""}.items()}
+    reports = [swap_attention(model, "sigmoid", layers=layers) for model in models.values()]
+    places = [[row.name.partition(".")[2] for row in report] for report in reports]
+    assert places[0] == places[1]
+    assert len(places[0]) == (6 if layers is None else 1)
+    torch.testing.assert_close(*(model(features()) for model in models.values()))
 
 
 def test_layers_are_counted_within_each_network() -> None:
