@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +57,37 @@ class Projections:
     inner: str = ""
 
     def split(
-        self, layer: Any, x: Tensor, widths: Widths, asking: Tensor | None = None
+        self,
+        layer: Any,
+        x: Tensor,
+        widths: Widths,
+        asking: Tensor | None = None,
+        sequences: Callable[[Tensor], Tensor] = lambda y: y,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
         """q (None where it was dropped), k, v ``[B, H, N, d]`` of ``[B, N, C]``, or of ``[B, C, h, w]``.
 
         A query whose projection is its own is made of ``asking``, where other tokens than those of the keys ask.
+        Other layouts of the tokens are projected as they are, and ``sequences`` makes ``[B, N, features]`` of that.
         """
         found: dict[str, Tensor] = {}
         for path, letters in self.parts:
             if self._present(layer, letters):
                 source = x if asking is None or letters != "q" else asking
-                found.update(self.made(layer, path, letters, source, widths))
+                found.update(self.made(layer, path, letters, source, widths, sequences))
         return found.get("q"), found["k"], found["v"]
 
-    def made(self, layer: Any, path: str, letters: str, x: Tensor, widths: Widths) -> dict[str, Tensor]:
+    def made(
+        self,
+        layer: Any,
+        path: str,
+        letters: str,
+        x: Tensor,
+        widths: Widths,
+        sequences: Callable[[Tensor], Tensor] = lambda y: y,
+    ) -> dict[str, Tensor]:
         """Those of q, k and v ``[B, H, N, d]`` that one of the projections makes of ``[B, N, C]``."""
-        letters = self._present(layer, letters)
-        return dict(zip(letters, self._heads(self._project(layer, path, x), letters, widths), strict=True))
+        letters, projected = self._present(layer, letters), sequences(self._project(layer, path, x))
+        return dict(zip(letters, self._heads(projected, letters, widths), strict=True))
 
     def _heads(self, y: Tensor, letters: str, widths: Widths) -> list[Tensor]:
         """Of ``[B, N, features]`` or ``[B, features, h, w]``, split before it is turned: gradients keep the layout."""
@@ -86,7 +101,7 @@ class Projections:
         return [part.transpose(2, 3) if image else part.transpose(1, 2) for part in parts]
 
     def _project(self, layer: Any, path: str, x: Tensor) -> Tensor:
-        """``[B, N, features]``, or ``[B, features, h, w]``."""
+        """Of ``[..., C]`` or ``[B, C, h, w]``, features in place of C."""
         projection = getattr(layer, path)
         if self.own_biases and layer.v_bias is not None:
             bias = torch.cat([getattr(layer, f"{letter}_bias") for letter in self._present(layer, "qkv")])

@@ -27,7 +27,7 @@ from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.initial import attach_initial
-from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE, shifts, unread_masks
+from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE, WINDOWS, shifts, unread_masks
 from attention_modules.hosts.huggingface.positions import watch_positions
 from attention_modules.hosts.huggingface.projections import (
     Joint,
@@ -72,6 +72,8 @@ class SwappedHuggingFace(Swapped):
             x = args[0] if args else kwargs.get(_forward_of(self.plain_class)[0][0])
             several = self.head_mesh is not None
             kwargs[INPUT] = fan_out(x, self.head_mesh) if several and isinstance(x, Tensor) else x
+        if shifts(self):
+            kwargs[WINDOWS] = _named(_forward_of(self.plain_class)[0], args, kwargs).get("attention_mask")
         of_earlier = not self.mechanism.uses_query or self.mechanism.remembers or self.mechanism.cache == "state"
         if self.mechanism.cache != "whole sequence" and of_earlier:
             kwargs |= self._cache(args, kwargs)

@@ -32,6 +32,7 @@ from attention_modules.sharing import as_before
 _UNDERSTOOD = ("eager", "sdpa")  # implementations whose masks are None, boolean or additive
 INTERFACE = "attnswap"
 INPUT = "attnswap_input"  # by which a layer hands its input to our attention function
+WINDOWS = "attnswap_windows"  # and the mask [windows of an image, N, N] of shifted windows
 
 
 def mechanism_attention_forward(
@@ -72,8 +73,9 @@ def mechanism_attention_forward(
     if unread := unread_masks(module.plain_config):  # chosen after the swap: without masks the future would be seen
         raise NotImplementedError(f"a swapped layer cannot act: {unread}")
     _check_given(mechanism, kwargs, attention_mask)
-    if attention_mask is not None and shifts(module):  # -100 on the bias hides for softmax alone
-        hidden = attention_mask - module.relative_position_bias() < -50
+    if attention_mask is not None and kwargs.get(WINDOWS) is not None:  # -100 on the bias hides for softmax alone
+        hidden = kwargs[WINDOWS] < -50
+        hidden = hidden.repeat(query.shape[0] // hidden.shape[0], 1, 1).unsqueeze(1)
         attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
     own_keys, cache = key, kwargs.get("cache")
     implementation = getattr(module.plain_config, "_attn_implementation", None) or ""

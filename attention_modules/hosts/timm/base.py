@@ -24,7 +24,20 @@ class SwappedTimm(Swapped):
 
     def _split(self: Any, x: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """q (None where it was dropped), k, v ``[B, H, N, d]``, and the tokens that they are made of."""
-        return *self.host.projections(self).split(self, x, self.host.widths(self)), x
+        split = self.host.projections(self).split
+        return *split(self, x, self.host.widths(self), sequences=self._sequences), x
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        """``[B, N, C]`` of tokens as the layer keeps them, which its projections act on."""
+        return x
+
+    def _arranged(self, out: Tensor, x: Tensor) -> Tensor:
+        """``[B, N, C]`` as the layer keeps its tokens ``x``."""
+        return out
+
+    def _dropped(self: Any, weights: Tensor, x: Tensor) -> Tensor:
+        """A map ``[B, H, N, M]`` after ``attn_drop``, which is given it in the plain layer's layout."""
+        return self.attn_drop(weights)
 
     def _mix(
         self: Any,
@@ -37,7 +50,7 @@ class SwappedTimm(Swapped):
         scale: float | None = None,
         **given: object,
     ) -> Tensor:
-        """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``.
+        """The mechanism, where the keys ask if there is no query; ``[B, N, H * d]``, arranged as the tokens ``x`` are.
 
         Where something of the user's reads the map in ``attn_drop``, to which the plain layer gives the one that mixes
         the values, so does a mechanism that has one.
@@ -48,7 +61,7 @@ class SwappedTimm(Swapped):
             k if q is None else q,
             k,
             v,
-            x,
+            self._sequences(x),
             attn_mask=mask,
             is_causal=causal,
             dropout_p=0.0 if shown else self._dropout(),
@@ -57,8 +70,8 @@ class SwappedTimm(Swapped):
             **({"weights": weights} if shown else {}),
         )
         if shown:
-            out = self.attn_drop(weights[0]) @ v
-        return out.transpose(1, 2).flatten(2)
+            out = self._dropped(weights[0], x) @ v
+        return self._arranged(out.transpose(1, 2).flatten(2), x)
 
     def _dropout(self: Any) -> float:
         """As the layer's own forward has it: its module drops out by its own mode, the fused kernel by the layer's."""
@@ -68,7 +81,7 @@ class SwappedTimm(Swapped):
         return getattr(self.attn_drop, "p", 0.0) if drops else 0.0
 
     def _leave(self: Any, out: Tensor) -> Tensor:
-        """The output projection of ``[B, N, H * d]``."""
+        """The output projection."""
         out = self.proj(out)
         return self.proj_drop(out) if "proj_drop" in self._modules else out
 
@@ -149,7 +162,9 @@ class TimmHost(Host):
         return True
 
     def map_modules(self, layer: Any) -> list[str]:
-        return [*_dropouts(layer), *([] if getattr(layer, "fused_attn", False) else _named("softmax", layer))]
+        if getattr(layer, "fused_attn", False):
+            return []
+        return [name for each in ("attn_drop", "softmax", "rel_pos") for name in _named(each, layer)]
 
     def silenced(self, layer: Any, gives_weights: bool) -> list[str]:
         others = [name for name in super().silenced(layer, gives_weights) if name not in _dropouts(layer)]

@@ -14,7 +14,7 @@ from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.projections import JOINT, JOINT_BY_HEAD, JOINT_OWN_BIASES, Projections, Widths
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
-from attention_modules.hosts.timm.plain import SwappedImage
+from attention_modules.hosts.timm.plain import SwappedGrid, SwappedImage
 
 QUERY_BIAS = "its relative position bias is a product with the query: without a query there is no bias"
 
@@ -98,8 +98,9 @@ class SwappedSam(SwappedTimm):
 
         height, width = x.shape[1:3]
         q, k, v, tokens = self._split(x.flatten(1, 2))
-        q = None if q is None else self.q_norm(q)
-        k, bias = self.k_norm(k), None
+        # timm's norms and dropout are given the heads as samples.
+        q = None if q is None else self.q_norm(q.flatten(0, 1)).unflatten(0, q.shape[:2])
+        k, bias = self.k_norm(k.flatten(0, 1)).unflatten(0, k.shape[:2]), None
         if self.use_rel_pos and q is not None:
             size = (height, width)
             bias = sam.get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
@@ -109,6 +110,9 @@ class SwappedSam(SwappedTimm):
             q = None if q is None else sam.apply_rot_embed_cat(q, rope).type_as(v)
             k = sam.apply_rot_embed_cat(k, rope).type_as(v)
         return self._leave(self._mix(q, k, v, tokens, bias)).unflatten(1, (height, width))
+
+    def _dropped(self: Any, weights: Tensor, x: Tensor) -> Tensor:
+        return self.attn_drop(weights.flatten(0, 1)).unflatten(0, weights.shape[:2])
 
 
 class SamHost(BiasedHost):
@@ -182,12 +186,13 @@ class MaxxImageHost(BiasedHost):
         return Widths(layer.num_heads, layer.dim_head, layer.dim_head, layer.num_heads)
 
 
-class SwappedMaxxTokens(SwappedTimm):
+class SwappedMaxxTokens(SwappedGrid):
     """MaxxViT's ``[B, ..., C]``, windows and grids made outside."""
 
-    def forward(self: Any, x: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
-        out = self._mix(*self._split(x.flatten(1, -2)), _module_bias(self, shared_rel_pos))
-        return self._leave(out).unflatten(1, x.shape[1:-1])
+    def forward(  # type: ignore[override]
+        self: Any, x: Tensor, shared_rel_pos: Tensor | None = None
+    ) -> Tensor:
+        return self._leave(self._mix(*self._split(x), _module_bias(self, shared_rel_pos)))
 
 
 class MaxxTokensHost(MaxxImageHost):

@@ -5,11 +5,11 @@ To a swap it is cross-attention: it is swapped where a pattern of ``where`` spel
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from attention_modules.hosts.base import Host
+from attention_modules.hosts.base import Host, Swapped
 from attention_modules.hosts.projections import Projections
 from attention_modules.hosts.timm.base import SwappedTimm, TimmHost
 from attention_modules.hosts.timm.plain import QUERY_AND_PAIR, SEPARATE_SHORT
@@ -19,16 +19,30 @@ class SwappedClassToken(SwappedTimm):
     """``[B, N, C]``, whose first token is the class token; ``[B, 1, C]`` comes out."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        token = x[:, :1]
-        q, k, v = self.host.projections(self).split(self, x, self.host.widths(self), asking=token)
+        token, split = self._token(x), self.host.projections(self).split
+        q, k, v = split(self, x, self.host.widths(self), asking=token, sequences=self._sequences)
         return self._leave(self._mix(q, k, v, token))
+
+    def _token(self, x: Tensor) -> Tensor:
+        """The class token as the layer projects it."""
+        return x[:, :1]
+
+
+class SwappedCaitToken(SwappedClassToken):
+    """CaiT projects its class token without the dimension of the sequence, ``[B, C]``."""
+
+    def _token(self, x: Tensor) -> Tensor:
+        return x[:, 0]
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(1) if x.dim() == 2 else x
 
 
 class ClassTokenHost(TimmHost):
     """CaiT's ``ClassAttn``, which is XCiT's too."""
 
     name = "timm cait ClassAttn"
-    mixin = SwappedClassToken
+    mixin: ClassVar[type[Swapped]] = SwappedCaitToken
     library = "timm.models.cait"
     kind = "ClassAttn"
     parts = SEPARATE_SHORT
@@ -41,6 +55,7 @@ class VoloClassTokenHost(ClassTokenHost):
     """VOLO's ``ClassAttention``."""
 
     name = "timm volo ClassAttention"
+    mixin = SwappedClassToken
     library = "timm.models.volo"
     kind = "ClassAttention"
     parts = QUERY_AND_PAIR
@@ -50,6 +65,7 @@ class CrossvitHost(ClassTokenHost):
     """CrossViT's ``CrossAttention``: the class token of one branch asks the patches of the other."""
 
     name = "timm crossvit CrossAttention"
+    mixin = SwappedClassToken
     library = "timm.models.crossvit"
     kind = "CrossAttention"
     parts = Projections((("wq", "q"), ("wk", "k"), ("wv", "v")))

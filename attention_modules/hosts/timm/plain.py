@@ -126,12 +126,16 @@ class NextvitHost(_ReducedHost):
 class SwappedBlocks(SwappedTokens):
     """NesT's ``[B, T, N, C]``: attention inside each of T blocks."""
 
-    def forward(self: Any, x: Tensor, *size: object) -> Tensor:
-        return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    def _sequences(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1)
 
-    def _leave(self: Any, out: Tensor) -> Tensor:
+    def _arranged(self: Any, out: Tensor, x: Tensor) -> Tensor:
         heads_last = out.unflatten(-1, (self.num_heads, -1)).transpose(-1, -2)  # as timm hands them to the projection
-        return super()._leave(heads_last.flatten(-2))
+        return heads_last.flatten(-2).unflatten(0, x.shape[:2])
+
+    def _dropped(self: Any, weights: Tensor, x: Tensor) -> Tensor:
+        plain = weights.unflatten(0, x.shape[:2]).transpose(1, 2)  # [B, H, T, N, N]
+        return self.attn_drop(plain.contiguous()).transpose(1, 2).flatten(0, 1)  # dropout draws in the order of memory
 
 
 class NestHost(TimmHost):
@@ -143,10 +147,13 @@ class NestHost(TimmHost):
 
 
 class SwappedGrid(SwappedTokens):
-    """``[B, h, w, C]``."""
+    """``[B, ..., C]``: attention among all tokens of a sample."""
 
-    def forward(self: Any, x: Tensor, *size: object) -> Tensor:
-        return super().forward(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+    def _sequences(self, x: Tensor) -> Tensor:
+        return x.flatten(1, -2)
+
+    def _arranged(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.unflatten(1, x.shape[1:-1])
 
 
 class VoloHost(TimmHost):
@@ -175,12 +182,15 @@ POOLED_QUERIES = "it pools its queries: fewer queries than keys, so it is no att
 class SwappedUnits(SwappedTokens):
     """Hiera's ``[B, N, C]``, attention among all tokens or inside mask units, whose tokens are strided."""
 
-    def forward(self: Any, x: Tensor, *size: object) -> Tensor:
+    def _sequences(self: Any, x: Tensor) -> Tensor:
         if not self.use_mask_unit_attn:
-            return super().forward(x)
-        units = x.unflatten(1, (self.window_size, -1)).transpose(1, 2)
-        out = super().forward(units.flatten(0, 1)).unflatten(0, units.shape[:2])
-        return out.transpose(1, 2).flatten(1, 2)
+            return x
+        return x.unflatten(1, (self.window_size, -1)).transpose(1, 2).flatten(0, 1)
+
+    def _arranged(self: Any, out: Tensor, x: Tensor) -> Tensor:
+        if not self.use_mask_unit_attn:
+            return out
+        return out.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(1, 2)
 
 
 class HieraHost(TimmHost):
@@ -206,9 +216,17 @@ class SwappedPartition(SwappedTokens):
         image = x.unflatten(1, (height, width))
         image = nn.functional.pad(image, (0, 0, 0, -width % side, 0, -height % side))
         cut = image.unflatten(2, (-1, side)).unflatten(1, (-1, side)).transpose(2, 3)  # [B, rows, columns, ws, ws, C]
-        out = self._mix(*self._split(cut.flatten(3, 4).flatten(0, 2))).unflatten(1, (side, side))
-        out = out.unflatten(0, cut.shape[:3]).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        out = self._mix(*self._split(cut)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         return self._leave(out[:, :height, :width].flatten(1, 2))
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        return x.flatten(3, 4).flatten(0, 2)
+
+    def _arranged(self, out: Tensor, x: Tensor) -> Tensor:
+        return out.unflatten(1, x.shape[3:5]).unflatten(0, x.shape[:3])
+
+    def _dropped(self: Any, weights: Tensor, x: Tensor) -> Tensor:
+        return self.attn_drop(weights.unflatten(0, (x.shape[0], -1))).flatten(0, 1)  # [B, windows, H, N, N]
 
 
 class TwinsLocalHost(TimmHost):

@@ -82,12 +82,13 @@ class SwappedGemma(SwappedTimmAttentionRope):
     ) -> Tensor:
         from timm.models.gemma4_vit import apply_multidimensional_rope as turn  # in memory: the layer is its
 
-        def rotate(heads: Tensor) -> Tensor:
-            return turn(heads.transpose(1, 2), rope_cos, rope_sin, ndim=2, unsqueeze_dim=2).transpose(1, 2)
+        def rotate(normed: Tensor) -> Tensor:
+            return turn(normed, rope_cos, rope_sin, ndim=2, unsqueeze_dim=2).transpose(1, 2)
 
-        q, k, v, x = self._split(x)
+        *heads, x = self._split(x)
+        q, k, v = (None if each is None else each.transpose(1, 2) for each in heads)  # [B, N, H, d]
         q = None if q is None else rotate(self.q_norm(q))
-        k, v = self._ungroup(rotate(self.k_norm(k)), self.v_norm(v))
+        k, v = self._ungroup(rotate(self.k_norm(k)), self.v_norm(v).transpose(1, 2))
         return self.proj_drop(self.o_proj(self._mix(q, k, v, x, attn_mask)))
 
 

@@ -61,6 +61,9 @@ class CaitHost(TimmHost):
             )
         return None
 
+    def map_modules(self, layer: Any) -> list[str]:
+        return [*super().map_modules(layer), "proj_l", "proj_w"]
+
     def caveat(self, layer: Any) -> str | None:
         return super().caveat(layer) or "talking heads: the logits are those of W of all heads, mixed"
 

@@ -138,9 +138,6 @@ class GcvitHost(WindowHost):
     def unsuitable(self, layer: Any) -> str | None:
         return "its queries are the whole image's, and no projection of its tokens" if layer.use_global else None
 
-    def map_modules(self, layer: Any) -> list[str]:
-        return [*super().map_modules(layer), "rel_pos"]
-
     def widths(self, layer: Any) -> Widths:
         return Widths(layer.num_heads, layer.head_dim, layer.head_dim, layer.num_heads)
 

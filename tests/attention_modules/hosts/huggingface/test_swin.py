@@ -1,5 +1,7 @@
 """Swin of transformers: its windows are shifted in every other block, and their mask of -100 hides truly."""
 
+from collections import Counter
+
 import pytest
 import torch
 from transformers import SwinConfig, SwinModel
@@ -27,6 +29,22 @@ def test_what_a_shifted_window_hides_changes_nothing(mechanism):
     out, other = (block.attention(x, mask)[0][3, 0] for x in (tokens, changed))
     assert (mask[3, 0] < 0).any()
     torch.testing.assert_close(other, out, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "sigmoid"])
+def test_hooks_on_every_part_fire_as_often_as_in_the_plain_model(mechanism):
+    calls = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        model, seen = SwinModel(SwinConfig(**SIZES)).eval(), Counter()
+        for name, part in model.named_modules():
+            part.register_forward_hook(lambda *_, name=name, seen=seen: seen.update([name]))
+        if swap:
+            swap_attention(model, mechanism)
+        model(torch.randn(1, 3, 16, 16))
+        calls.append(seen)
+    assert calls[0]["encoder.layers.0.blocks.1.attention.relative_position_bias"] == 1
+    assert calls[1] == calls[0]
 
 
 @pytest.mark.parametrize("mechanism", ["value_residual", "neutreno", "elliptical"])

@@ -320,10 +320,22 @@ _CASES: dict[str, LayerCase] = {
 # None of them hides the future, which is said last.
 LAYERS = {name: replace(case, refuses={**SEES_THE_FUTURE, **case.refuses}) for name, case in _CASES.items()}
 
+_NORMS = {**_HEADS, "qk_norm": True, "norm_layer": nn.LayerNorm}
+# The classes that have tests of their own.
+OTHERS: dict[str, LayerCase] = {
+    "vit": LayerCase("timm.layers.attention", "Attention", (DIM,), _NORMS),
+    "vit-rope": LayerCase("timm.layers.attention", "AttentionRope", (DIM,), _NORMS, lambda: tokens(_rope())),
+    "sam-norm": LayerCase(_models("vision_transformer_sam"), "Attention", (DIM,), _NORMS, partial(grid, 2, 3)),
+    "cait": LayerCase(_models("cait"), "TalkingHeadAttn", (DIM,), _HEADS),
+    "cait-class": LayerCase(_models("cait"), "ClassAttn", (DIM,), _HEADS),
+    "volo-class": LayerCase(_models("volo"), "ClassAttention", (DIM,), _HEADS),
+    "crossvit-class": LayerCase(_models("crossvit"), "CrossAttention", (DIM,), _HEADS),
+}
+
 
 def layer(name: str, seed: int = 0) -> nn.Module:
     """The plain layer in eval mode, the same at every call, no weight or running statistic left at its start."""
-    case = LAYERS[name]
+    case = (LAYERS | OTHERS)[name]
     torch.manual_seed(seed)
     module = getattr(pytest.importorskip(case.library), case.kind)(*case.args, **case.options)
     for parameter in module.parameters():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from functools import cache
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.hosts import AttentionLayer, attention_layers
+from attention_modules.hosts.timm import HOSTS
 from attention_modules.masks import visible
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.swap import restore_attention, swap_attention
 from tests.attention_modules.hosts.cases import BETWEEN_LAYERS, FEW, MECHANISMS, WITHOUT_QUERY, Beside
-from tests.attention_modules.hosts.timm.cases import LAYERS, layer
+from tests.attention_modules.hosts.timm.cases import LAYERS, OTHERS, layer
 from tests.rows import each_row, pairwise
 
 
@@ -71,6 +73,55 @@ def test_softmax_for_softmax_changes_nothing(name: str) -> None:
                 restore_attention(module)
                 assert torch.equal(run(name, module), plain)
         assert plain.std() > 0.01
+
+
+def _seen(model: nn.Module) -> dict[str, list[Tensor]]:
+    """What hooks on the parts of its layer see in the calls from now on, by their names."""
+    seen: dict[str, list[Tensor]] = {}
+    for name, part in model["layer"].named_modules():
+
+        def keep(_: nn.Module, args: tuple[object, ...], out: Tensor, name: str = name) -> None:
+            seen.setdefault(name, []).extend(each.detach().clone() for each in (*args, out) if isinstance(each, Tensor))
+
+        part.register_forward_hook(keep)
+    return seen
+
+
+@pytest.mark.parametrize("name", LAYERS | OTHERS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_on_every_part_see_what_they_see_in_the_plain_layer(name: str, fused: bool) -> None:
+    seen, said = [], []
+    for mechanism in (None, "talking_heads" if name == "cait" else "softmax"):
+        model = nn.ModuleDict({"layer": layer(name)})
+        if hasattr(model["layer"], "fused_attn"):
+            model["layer"].fused_attn = fused
+        if hasattr(model["layer"], "attn_drop") and name != "cait":
+            model["layer"].attn_drop.train(not fused).p = 0.3  # which draws in the plain layer's order
+        seen.append(_seen(model))
+        if mechanism is not None:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                swap_attention(model, mechanism, where="layer")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            model["layer"](*(LAYERS | OTHERS)[name].inputs())
+    plain, swapped = seen
+    silent = [part for part in plain if part not in swapped]
+    assert set(silent) <= {"attn_drop", "softmax", "rel_pos", "proj_l", "proj_w"}  # which are called with maps
+    named = {f"'layer.{part}'{f' and {len(silent) - 1} more' if silent[1:] else ''}, or hooks" for part in silent}
+    assert sum(str(each.message).startswith(tuple(named)) for each in said) == len(said) == bool(silent)
+    assert swapped.keys() <= plain.keys()
+    for part in swapped:
+        assert len(swapped[part]) == len(plain[part]), part
+        for mine, expected in zip(swapped[part], plain[part], strict=True):
+            torch.testing.assert_close(
+                mine, expected, atol=1e-5, rtol=1e-5, msg=lambda text, part=part: f"{part}: {text}"
+            )
+
+
+def test_hooks_are_tried_on_every_class_of_timm() -> None:
+    tried = {(case.library, case.kind) for case in (LAYERS | OTHERS).values()}
+    assert {(host.library, host.kind) for host in HOSTS} == tried
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -292,7 +343,7 @@ def test_the_bias_is_learned(name: str) -> None:
     assert len(grads) == 1
 
 
-@pytest.mark.parametrize("name", ["eva", "swin-v2", "levit-conv"])
+@pytest.mark.parametrize("name", ["eva", "swin-v2", "levit-conv", "nest", "twins-local"])
 def test_compiles(name: str) -> None:
     torch._dynamo.reset()  # other tests compile the same forward for other layers, as often as dynamo allows
     module = layer(name)
