@@ -355,15 +355,8 @@ def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> 
         kind = type(selector).__name__
         raise AttentionSwapError(f"{argument} takes name patterns or a callable, got a {kind} itself: give its name")
     if callable(selector):
-        try:
-            inspect.signature(selector).bind("name", nn.Module)
-        except TypeError as error:
-            raise AttentionSwapError(
-                f"{argument} is called with a name and a module, which it refuses: {error}"
-            ) from error
-        except ValueError:  # of a builtin without a signature
-            return
-    if selector is None or callable(selector):
+        return _check_callable(argument, selector)
+    if selector is None:
         return
     if not isinstance(selector, Iterable):
         raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {selector!r}")
@@ -372,6 +365,17 @@ def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> 
             raise AttentionSwapError(f"{argument} takes name patterns or a callable, got {pattern!r}")
         if not any(_matches(layer.names, layer.module, pattern) for layer in found.layers):
             raise AttentionSwapError(f"{argument}={pattern!r} {_why_no_match(found, pattern)}")
+
+
+def _check_callable(argument: str, selector: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(selector, follow_wrapped=False)
+    except (TypeError, ValueError):  # of a builtin, which has none
+        return
+    try:
+        signature.bind("name", nn.Module)
+    except TypeError as error:
+        raise AttentionSwapError(f"{argument} is called with a name and a module, which it refuses: {error}") from error
 
 
 def _why_no_match(found: Survey, pattern: str) -> str:

@@ -61,8 +61,7 @@ def follows_scale(
             layer.module.forward(*given, **by_name)
     if len(seen) < 2:
         return None
-    # Random weights of float16 may be too small for all their digits, and sums cancel: of a few, nothing follows.
-    found = [_is_times(one, other, factor, 0.001 if moved else 0.0) for one, other in zip(*seen, strict=True)]
+    found = [_is_times(one, other, factor, random=moved) for one, other in zip(*seen, strict=True)]
     return False if False in found else None if None in found else True
 
 
@@ -89,14 +88,20 @@ def _put(part: nn.Module, name: str, value: Tensor) -> None:
     vars(part)[kept] = {**vars(part)[kept], name: value}
 
 
-def _is_times(one: Tensor, other: Tensor, factor: float, few: float) -> bool | None:
-    """Whether the second, but for this share, is the first times the factor; None where nothing finite shows it."""
+def _is_times(one: Tensor, other: Tensor, factor: float, random: bool) -> bool | None:
+    """Whether the second ``[B, H, N, d]`` is the first times the factor; None where nothing finite shows it."""
     if one.shape != other.shape:
         return False
     limits, wanted = torch.finfo(one.dtype), one * factor
     shown = wanted.isfinite() & other.isfinite()
-    far = ~torch.isclose(other[shown], wanted[shown], rtol=4 * limits.eps, atol=limits.tiny)
-    return bool(far.double().mean() <= few) if bool(other[shown].any()) else None
+    far = shown & ~torch.isclose(other, wanted, rtol=4 * limits.eps, atol=limits.tiny)
+    if not bool((shown & (other != 0)).any()):
+        return None
+    if random and one.dtype == torch.float16:
+        # Random weights may be too small for all their digits, and sums cancel: a few numbers of a token or feature.
+        share = far.double()
+        return bool((share.mean((1, 3)) <= 0.25).all() and (share.mean((0, 2)) <= 0.02).all())
+    return not bool(far.any())
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +160,12 @@ def _value(layer: nn.Module, source: str) -> object:
     return {"None": None, "False": False, "True": True}.get(source, source)
 
 
+def _makes_causal_masks(layer: nn.Module) -> bool:
+    """Whether the file of a layer's class has transformers' function for causal masks, and not that for others."""
+    named = vars(sys.modules[getattr(layer, "plain_class", type(layer)).__module__])
+    return "create_causal_mask" in named and "create_bidirectional_mask" not in named
+
+
 def _given(layer: nn.Module, names: Sequence[str]) -> list[str]:
     """Which of these arguments the layer hands to the attention interface, as far as its class and attributes say."""
     given = _call_of(layer).given
@@ -236,7 +243,7 @@ class HuggingFaceHost(Host):
         return AttentionSpec(
             width_of(layer),
             *sizes,
-            is_causal=bool(causal and getattr(layer, "is_causal", "is_causal" in given)),
+            is_causal=bool(causal and getattr(layer, "is_causal", "is_causal" in given or _makes_causal_masks(layer))),
             layer_index=layer_index,
             value_dim=value if value != sizes[1] else None,
         )

@@ -175,7 +175,8 @@ def _with_state(
     mechanism, layer = module.mechanism, arguments.get(STATE)
     _check_whole(mechanism, query, key)
     x = _input_of(arguments.get(INPUT), query) if "x" in mechanism.needs else None
-    own = bool(getattr(module, "is_causal", mask is None and module.hides_the_future(is_causal)))
+    unsaid = mechanism.spec.is_causal or (mask is None and module.hides_the_future(is_causal))
+    own = bool(getattr(module, "is_causal", unsaid))
     # Layers say is_causal=False beside a mask that hides the future, and of one new token.
     causal = (own if is_causal is None else is_causal) or (own and (mask is not None or query.shape[2] == 1))
     given = {"q": query, "k": key, "v": value, "x": x}

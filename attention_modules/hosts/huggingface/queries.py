@@ -18,6 +18,7 @@ from attention_modules.hosts.huggingface.source import InterfaceCall, calls_in, 
 
 # By these names forwards speak of queries and keys, and of their projections.
 _QUERY = re.compile(r"\b(mixed_|linear_|to_)?(queries|query|q)(?=_|\b)|\bWq\b")
+_QUERIES = re.compile(r"(mixed_|linear_|to_)?(queries|query|q)(_states|_layer|_heads)?")
 _KEY = re.compile(r"\b(mixed_|linear_|to_)?(keys|key|k)(?=_|\b)|\bWk\b")
 _KEY_FOR = {"queries": "keys", "query": "key", "q": "k"}
 # What only arranges a tensor's numbers, or says something of it.
@@ -83,11 +84,12 @@ def _works(forward: ast.FunctionDef) -> list[ast.AST]:
 
 def _replaces(node: ast.AST) -> bool:
     """Whether a statement sets items of a tensor, or puts a new one in the place of queries."""
-    if not isinstance(node, ast.Assign):
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False
-    is_new = isinstance(node.value, ast.Call) and ast.unparse(node.value.func).rpartition(".")[2] in _NEW
-    of_queries = any(_QUERY.match(name) for target in node.targets for name in names_in(target))
-    return (is_new and of_queries) or any(isinstance(target, ast.Subscript) for target in node.targets)
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    is_new = any(ast.unparse(call.func).rpartition(".")[2] in _NEW for call in calls_in(node.value))
+    of_queries = any(_QUERIES.fullmatch(name) for target in targets for name in names_in(target))
+    return (is_new and of_queries) or any(isinstance(target, ast.Subscript) for target in targets)
 
 
 def _arranges(call: ast.Call) -> bool:

@@ -236,8 +236,8 @@ def new_tokens(
         return None, None
     seen = visible(mask).expand(q.shape[0], -1, -1, -1)
     if not causal:
-        torch._assert_async((seen == seen[:, :1, :1]).all(), _ROWS.format(name=name))
         _check_unbiased(name, mask)
+        torch._assert_async((seen == seen[:, :1, :1]).all(), _ROWS.format(name=name))
         return seen[:, 0, 0], None
     first = None
     if layer is not None and layer.is_static:  # whose mask has columns beyond the new tokens

@@ -65,12 +65,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 put_back(now, kept if is_new else before)
 
 
-def _made(module: nn.Module) -> set[tuple[int, str]]:
-    """By the identities of its parts, the names of Parameters and modules that are there."""
-    every: Iterator[tuple[nn.Module, tuple[str, Any]]] = (
-        (part, each) for part in module.modules() for each in (*part._parameters.items(), *part._modules.items())
-    )
-    return {(id(part), name) for part, (name, value) in every if value is not None and not is_lazy(value)}
+def _made(module: nn.Module) -> set[tuple[int, str, tuple[int, ...]]]:
+    """By the identities of its parts, the names and shapes of Parameters, buffers and modules that are there."""
+    found: set[tuple[int, str, tuple[int, ...]]] = set()
+    for part in module.modules():
+        found |= {(id(part), name, ()) for name, value in part._modules.items() if value is not None}
+        for name, value in (*part._parameters.items(), *part._buffers.items()):
+            if value is not None and not is_lazy(value):
+                found.add((id(part), name, tuple(value.shape) if isinstance(value, nn.Parameter) else ()))
+    return found
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class QKClip(QueryKeyObserver):
         self._on_step = ExitStack()  # the hooks of optimizers
         self._straight: dict[int, bool] = {}  # whether a layer's q and k follow the scale of their weights at any size
         self._bent: set[int] = set()  # those in whose latest call they do not
-        self._untried: set[str] = set()  # classes whose calls on trial were errors
+        self._untried: set[int] = set()  # those whose call on trial was an error
         self._scaler: tuple[list[AttentionMechanism | None], LogitScaler] | None = None  # of these mechanisms
         self._resumed: dict[str, Any] = {}
 
@@ -213,8 +213,10 @@ class QKClip(QueryKeyObserver):
             bent = self._straight.get(index) is False and follows_scale(layer, args, kwargs, 0.5) is False
         except Exception as error:  # of a stranger's forward
             bent = self._straight.get(index) is False
-            if not bent and kind not in self._untried:
-                self._untried.add(kind)
+            if not bent and index in self._untried:
+                self._straight[index] = True  # it fails again
+            elif not bent:
+                self._untried.add(index)
                 rank_zero_warn(
                     f"QKClip: {kind} cannot be called on trial ({type(error).__name__}: {error}), so that a clamp "
                     "between W_q, W_k and their product would not be found"

@@ -301,7 +301,7 @@ What else to know:
 - Several networks in one model (a student and its teacher, an average of weights, two towers): `layers` counts within
   each, and the report lists them. What runs in series is one network: stages, lists of blocks beside each other, two
   encoders of equal shapes. Parts of equal shapes count apart where their values are equal, where each takes an input of
-  its own, where one has a teacher's name, or where one is frozen behind one that trains. Layers that are copies of each
+  its own, where one has a teacher's name, or where one alone is frozen (no bare list). Layers that are copies of each
   other, value by value, get equal new Parameters. A swap that takes a layer of one network and not its counterpart in
   an equal one warns. A network whose Parameters are all frozen, beside one that trains and is not its equal, is swapped
   only where a pattern of `where` names it alone.

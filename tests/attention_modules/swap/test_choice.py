@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def test_a_module_or_a_callable_of_a_name_alone_is_refused():
     for choice in ({"where": lambda name: True}, {"exclude": lambda name: True}):
         with pytest.raises(AttentionSwapError, match="is called with a name and a module, which it refuses"):
             swap_attention(model, "softmax", **choice)
+
+    def of_a_name(name):
+        return True
+
+    @functools.wraps(of_a_name)
+    def adapted(name, module):
+        return of_a_name(name)
+
+    assert len(swap_attention(Pyramid(), "softmax", where=adapted)) == len(ALL)
     with pytest.raises(TypeError, match="AttentionMechanism itself computes nothing"):
         swap_attention(model, AttentionMechanism)
     assert all(layer.mechanism is None for layer in attention_layers(model))

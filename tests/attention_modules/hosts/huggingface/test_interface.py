@@ -301,3 +301,21 @@ def test_a_layer_that_does_not_say_whether_it_hides_the_future_goes_by_its_mask(
     restored = transformers.SplinterModel(transformers.SplinterConfig(**SIZES))
     with pytest.raises(AttentionSwapError, match=r"sees the future.*is_causal = True"):
         swap_attention(restored, "gated_delta")
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "gated_delta", "window"])
+def test_a_decoder_that_does_not_say_so_hides_the_future(mechanism):
+    """A Llama without its is_causal, whose file makes causal masks. The witness: with it."""
+    found = []
+    for says in (True, False):
+        torch.manual_seed(0)
+        model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).eval()
+        if not says:
+            del model.layers[0].self_attn.is_causal
+        swap_attention(model, mechanism)
+        mask = torch.ones(2, 8, dtype=torch.long)
+        mask[0, :3] = 0
+        tokens = torch.arange(1, 9).expand(2, 8)
+        outs = [model(tokens).last_hidden_state, model(tokens, attention_mask=mask).last_hidden_state]
+        found.append([out[mask.bool()] for out in outs])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -429,3 +429,21 @@ def test_a_frozen_model_of_another_size_under_a_number_is_left_out() -> None:
     )
     pair = nn.ModuleList([student, teacher.requires_grad_(False)])
     assert [row.name for row in swap_attention(pair, "sink")] == ["0.blocks.0.attn"]
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.01])
+def test_a_frozen_copy_in_front_is_a_network_whatever_its_values_are(moved):
+    """MoCo's keys before its queries, also where the queries' weights were loaded since."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(2))
+
+    model = nn.Module()
+    queries = Encoder()
+    model.encoder_k, model.encoder_q = copy.deepcopy(queries).requires_grad_(False), queries
+    for parameter in queries.parameters():
+        parameter.data += moved
+    report = swap_attention(model, "softmax", layers=[0])
+    assert [row.name for row in report] == [f"encoder_{each}.layers.0.self_attn" for each in "kq"]

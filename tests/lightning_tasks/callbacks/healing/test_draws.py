@@ -225,6 +225,8 @@ class Lazy(Classifier):
     def __init__(self):
         super().__init__()
         self.lazy, self.norm = torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d()
+        self.plain = torch.nn.LazyBatchNorm1d(affine=False)
+        self.length, self.positions = 4, torch.nn.Parameter(torch.zeros(4, 8))
         self.own, self.is_made, self.more = None, False, torch.nn.ModuleList()
         self.system = random.SystemRandom()  # which has no state
 
@@ -234,6 +236,9 @@ class Lazy(Classifier):
         if not self.is_made:
             self.more.append(torch.nn.Linear(8, 8))
             self.scale, self.is_made = torch.nn.Parameter(torch.ones(8)), True
+        if x.shape[1] != self.length:
+            self.length, self.positions = x.shape[1], torch.nn.Parameter(torch.ones(x.shape[1], 8))
+        x = self.plain((x + self.positions).mT).mT
         return super().forward(self.norm(self.own(self.lazy(x)).mT).mT * self.scale)
 
 
@@ -246,4 +251,5 @@ def test_what_a_model_makes_in_its_first_call_stays(look):
     assert len(model.more) == 1
     assert torch.equal(model(x), given)
     assert all(made[name] is now for name, now in model.named_parameters())
-    assert (model.lazy.in_features, model.norm.num_features) == (8, 8)
+    assert (model.lazy.in_features, model.norm.num_features, model.plain.num_features) == (8, 8, 8)
+    assert model.length == len(model.positions) == 6

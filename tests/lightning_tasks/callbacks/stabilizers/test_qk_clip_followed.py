@@ -316,3 +316,25 @@ def test_a_call_of_zeros_says_nothing_yet(case):
     refused = pytest.raises(ValueError, match="cannot clip") if case == "clamp" else nullcontext()
     with refused:
         fit(Trains(net), [QKClip(0.1)], in_turn(nothing, batch), max_steps=2)
+
+
+class Marks(Changing):
+    """Adds to the queries of the first token alone, or to one feature."""
+
+    def changed(self, q):
+        return torch.cat([q[..., :1, :] + self.bias_u, q[..., 1:, :]], -2)
+
+
+class MarksFeature(Changing):
+    def changed(self, q):
+        return torch.cat([q[..., :1] + self.bias_u[0], q[..., 1:]], -1)
+
+
+@pytest.mark.parametrize("kind", [Marks, MarksFeature])
+@pytest.mark.parametrize("precision", ["32-true", "16-true", "bf16-true"])
+def test_what_is_added_to_one_token_or_feature_is_found(kind, precision):
+    declare_host(kind, qkv="qkv", heads=HEADS)
+    dtype = {"16-true": torch.float16, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+    net, batch = nn.Sequential(kind()).to(dtype), torch.randn(1, 1500, WIDTH, dtype=dtype)
+    with pytest.warns(match=OURS):
+        fit(Trains(net), [QKClip(1e9)], in_turn(batch), max_steps=1, precision=precision)
