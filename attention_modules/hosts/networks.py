@@ -3,8 +3,8 @@
 Layers are counted within a network. What runs in series is one network: an encoder and its decoder, a backbone and its
 head, stages, lists of blocks beside each other. Equal shapes alone do not tell two networks. Parts of equal shapes are
 networks of their own, *twins*, where they are copies, where each takes an input that the other cannot give, where one
-is called a teacher, or where one alone is frozen and they are no bare lists of blocks. So are, of any shapes, a frozen
-part that is called a teacher beside one that trains, and parts that each embed an input of their own, as the towers of
+is called a teacher, or where one is frozen behind one that trains. So are, of any shapes, a frozen part that is called
+a teacher beside one that trains, and parts that each embed an input of their own, as the towers of
 CLIP do, or are called as those are.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _TOWERS = re.compile(r"visual|vision|image"), re.compile(r"text|^transformer$")  # of CLIP, by OpenAI and open_clip
-_TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference|_k$")
+_TEACHER = re.compile(r"teacher|target|momentum|ema$|^ema|average|reference")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class _Model:
         if numbered and not all(self._holds_a_stack(part, parts) for part in (one, other)):
             return False
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
-        # Of numbered parts in series the first ones are frozen, and one of them alone embeds an input.
-        teacher = frozen == [False, True] if numbered else frozen[0] != frozen[1]
+        # Of parts in series the first ones are frozen, and one of them alone embeds an input.
+        teacher = frozen == [False, True]
         if teacher and numbered and all(_is_whole(self.modules[part]) for part in (one, other)):
             return True
         if not self._have_equal_stacks(one, other, parts):
@@ -148,7 +148,8 @@ class _Model:
         """Whether one alone is called so, and is frozen beside one that trains or has the other's shapes."""
         names = [part.rpartition(".")[2].lower() for part in (one, other)]
         lists = self._are_lists(one, other, parts)
-        named = [bool(_TEACHER.search(name)) or ("frozen" in name and not lists) for name in names]
+        keys = min(names) if min(names)[-2:] == "_k" and max(names) == min(names)[:-1] + "q" else None  # of MoCo
+        named = [bool(_TEACHER.search(name)) or name == keys for name in names]
         if sorted(named) != [False, True]:
             return False
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -160,12 +159,6 @@ def _value(layer: nn.Module, source: str) -> object:
     return {"None": None, "False": False, "True": True}.get(source, source)
 
 
-def _makes_causal_masks(layer: nn.Module) -> bool:
-    """Whether the file of a layer's class has transformers' function for causal masks, and not that for others."""
-    named = vars(sys.modules[getattr(layer, "plain_class", type(layer)).__module__])
-    return "create_causal_mask" in named and "create_bidirectional_mask" not in named
-
-
 def _given(layer: nn.Module, names: Sequence[str]) -> list[str]:
     """Which of these arguments the layer hands to the attention interface, as far as its class and attributes say."""
     given = _call_of(layer).given
@@ -243,7 +236,7 @@ class HuggingFaceHost(Host):
         return AttentionSpec(
             width_of(layer),
             *sizes,
-            is_causal=bool(causal and getattr(layer, "is_causal", "is_causal" in given or _makes_causal_masks(layer))),
+            is_causal=bool(causal and getattr(layer, "is_causal", "is_causal" in given)),
             layer_index=layer_index,
             value_dim=value if value != sizes[1] else None,
         )
@@ -305,7 +298,7 @@ class HuggingFaceHost(Host):
         several = "it attends several times in a call, to other values each time" if call.times > 1 else None
         return Limits(
             self._every(layer),
-            lambda mechanism: _bounded(layer, mechanism) or _spread(layer, mechanism) or _shares_keys(layer, mechanism),
+            lambda mechanism: next(filter(None, (each(layer, mechanism) for each in _REFUSALS)), None),
             without_rows=rows,
             with_input=unread,
             without_query=self._query(layer, super().limits(layer).without_query),
@@ -448,6 +441,20 @@ def _shares_keys(layer: Any, mechanism: AttentionMechanism) -> str | None:
     else:
         return None
     return f"{why}: choose another mechanism, or leave this layer out of the swap"
+
+
+def _unsaid(layer: Any, mechanism: AttentionMechanism) -> str | None:
+    """Why a mechanism that must know whether the future is hidden has no place in a layer, if so."""
+    must_know = mechanism.cache == "state" or mechanism.causality != "any"
+    if not must_know or hasattr(layer, "is_causal") or "is_causal" in _call_of(layer).given:
+        return None
+    return (
+        f"it does not say whether it hides the future, and {type(mechanism).__name__} must know: set its is_causal to "
+        "True or False before the swap"
+    )
+
+
+_REFUSALS = _unsaid, _bounded, _spread, _shares_keys
 
 
 def _path_refusal(layer: nn.Module, projection: str) -> str | None:

@@ -73,7 +73,7 @@ def mechanism_attention_forward(
     if unread := unread_masks(module.plain_config):  # chosen after the swap: without masks the future would be seen
         raise NotImplementedError(f"a swapped layer cannot act: {unread}")
     _check_given(mechanism, kwargs, attention_mask)
-    if attention_mask is not None and kwargs.get(WINDOWS) is not None:  # -100 on the bias hides for softmax alone
+    if attention_mask is not None and kwargs.get(WINDOWS) is not None:  # whose -100 hides for softmax alone
         hidden = kwargs[WINDOWS] < -50
         hidden = hidden.repeat(query.shape[0] // hidden.shape[0], 1, 1).unsqueeze(1)
         attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
@@ -175,8 +175,7 @@ def _with_state(
     mechanism, layer = module.mechanism, arguments.get(STATE)
     _check_whole(mechanism, query, key)
     x = _input_of(arguments.get(INPUT), query) if "x" in mechanism.needs else None
-    unsaid = mechanism.spec.is_causal or (mask is None and module.hides_the_future(is_causal))
-    own = bool(getattr(module, "is_causal", unsaid))
+    own = bool(getattr(module, "is_causal", mechanism.spec.is_causal))
     # Layers say is_causal=False beside a mask that hides the future, and of one new token.
     causal = (own if is_causal is None else is_causal) or (own and (mask is not None or query.shape[2] == 1))
     given = {"q": query, "k": key, "v": value, "x": x}

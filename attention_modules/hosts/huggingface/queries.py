@@ -87,9 +87,12 @@ def _replaces(node: ast.AST) -> bool:
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    is_new = any(ast.unparse(call.func).rpartition(".")[2] in _NEW for call in calls_in(node.value))
-    of_queries = any(_QUERIES.fullmatch(name) for target in targets for name in names_in(target))
-    return (is_new and of_queries) or any(isinstance(target, ast.Subscript) for target in targets)
+    pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in targets]
+    if isinstance(node.value, ast.Tuple) and isinstance(targets[0], ast.Tuple):
+        pairs = [*zip(targets[0].elts, node.value.elts, strict=False)]
+    of_queries = [value for target, value in pairs if any(map(_QUERIES.fullmatch, names_in(target)))]
+    made = [ast.unparse(call.func).rpartition(".")[2] for value in of_queries for call in calls_in(value)]
+    return not _NEW.isdisjoint(made) or any(isinstance(target, ast.Subscript) for target in targets)
 
 
 def _arranges(call: ast.Call) -> bool:

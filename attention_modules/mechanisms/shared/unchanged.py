@@ -65,14 +65,14 @@ def unchanged(module: nn.Module) -> Iterator[None]:
                 put_back(now, kept if is_new else before)
 
 
-def _made(module: nn.Module) -> set[tuple[int, str, tuple[int, ...]]]:
-    """By the identities of its parts, the names and shapes of Parameters, buffers and modules that are there."""
-    found: set[tuple[int, str, tuple[int, ...]]] = set()
+def _made(module: nn.Module) -> set[tuple[int, str, Any]]:
+    """What parts, by their identities, have of Parameters, each with its shape, and of modules, and their classes."""
+    found: set[tuple[int, str, Any]] = set()
     for part in module.modules():
-        found |= {(id(part), name, ()) for name, value in part._modules.items() if value is not None}
-        for name, value in (*part._parameters.items(), *part._buffers.items()):
-            if value is not None and not is_lazy(value):
-                found.add((id(part), name, tuple(value.shape) if isinstance(value, nn.Parameter) else ()))
+        found.add((id(part), "", type(part)))  # that of a lazy one changes
+        found |= {(id(part), name, None) for name, value in part._modules.items() if value is not None}
+        there = ((name, value) for name, value in part._parameters.items() if value is not None and not is_lazy(value))
+        found |= {(id(part), name, tuple(value.shape)) for name, value in there}
     return found
 
 

@@ -301,10 +301,10 @@ What else to know:
 - Several networks in one model (a student and its teacher, an average of weights, two towers): `layers` counts within
   each, and the report lists them. What runs in series is one network: stages, lists of blocks beside each other, two
   encoders of equal shapes. Parts of equal shapes count apart where their values are equal, where each takes an input of
-  its own, where one has a teacher's name, or where one alone is frozen (no bare list). Layers that are copies of each
-  other, value by value, get equal new Parameters. A swap that takes a layer of one network and not its counterpart in
-  an equal one warns. A network whose Parameters are all frozen, beside one that trains and is not its equal, is swapped
-  only where a pattern of `where` names it alone.
+  its own, where one has a teacher's name (`teacher`, `momentum`, `encoder_k`), or where one is frozen behind one that
+  trains. Layers that are copies of each other, value by value, get equal new Parameters. A swap that takes a layer of
+  one network and not its counterpart in an equal one warns. A network whose Parameters are all frozen, beside one that
+  trains and is not its equal, is swapped only where a pattern of `where` names it alone.
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
 - Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced. The swap

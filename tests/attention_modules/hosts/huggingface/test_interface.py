@@ -282,7 +282,7 @@ def test_a_bias_of_the_logits_is_refused_by_mechanisms_without_logits(kind, mech
 
 
 @pytest.mark.parametrize("mechanism", [*OF_A_STATE, "softmax", "sinkhorn", "symmetric"])
-def test_a_layer_that_does_not_say_whether_it_hides_the_future_goes_by_its_mask(mechanism):
+def test_a_layer_that_does_not_say_whether_it_hides_the_future_is_asked(mechanism):
     """Splinter's have no is_causal. The witness: BERT, whose layers have, with the same weights."""
     found, tokens = [], torch.arange(1, 9)[None]
     for kind in ("Splinter", "Bert"):
@@ -290,6 +290,13 @@ def test_a_layer_that_does_not_say_whether_it_hides_the_future_goes_by_its_mask(
         kwargs = {"add_pooling_layer": False} if kind == "Bert" else {}
         found.append(getattr(transformers, f"{kind}Model")(config, **kwargs).eval())
     found[1].load_state_dict(found[0].state_dict())
+    if mechanism in ("softmax", "symmetric"):
+        swap_attention(found[0], mechanism)
+        restore_attention(found[0])
+    else:
+        with pytest.raises(AttentionSwapError, match=r"does not say whether it hides the future.*set its is_causal"):
+            swap_attention(found[0], mechanism)
+        found[0].encoder.layer[0].attention.self.is_causal = False
     for model in found:
         torch.manual_seed(0)
         swap_attention(model, mechanism)
@@ -298,20 +305,20 @@ def test_a_layer_that_does_not_say_whether_it_hides_the_future_goes_by_its_mask(
     for given in (None, mask):
         one, other = (model(tokens, attention_mask=given).last_hidden_state for model in found)
         torch.testing.assert_close(one, other)
-    restored = transformers.SplinterModel(transformers.SplinterConfig(**SIZES))
-    with pytest.raises(AttentionSwapError, match=r"sees the future.*is_causal = True"):
-        swap_attention(restored, "gated_delta")
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "gated_delta", "window"])
-def test_a_decoder_that_does_not_say_so_hides_the_future(mechanism):
-    """A Llama without its is_causal, whose file makes causal masks. The witness: with it."""
+def test_a_decoder_that_does_not_say_that_it_hides_the_future_is_asked_too(mechanism):
+    """A Llama without its is_causal. The witness: with it."""
     found = []
     for says in (True, False):
         torch.manual_seed(0)
         model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).eval()
         if not says:
             del model.layers[0].self_attn.is_causal
+            with pytest.raises(AttentionSwapError, match="does not say whether it hides the future"):
+                swap_attention(model, mechanism)
+            model.layers[0].self_attn.is_causal = True
         swap_attention(model, mechanism)
         mask = torch.ones(2, 8, dtype=torch.long)
         mask[0, :3] = 0
