@@ -40,6 +40,20 @@ class Widths:
         return self.of(letter) * (self.heads if letter == "q" else self.key_heads)
 
 
+def features_of(layer: nn.Module, path: str) -> int:
+    """How many features a projection takes.
+
+    Raises:
+        AttentionSwapError: if it is no linear layer, and holds none.
+    """
+    projection = layer.get_submodule(path)
+    for part in projection.modules():  # one that is wrapped by hand stands inside
+        width = getattr(part, "in_channels", getattr(part, "in_features", None))
+        if isinstance(width, int):
+            return width
+    raise AttentionSwapError(f"its projection {path!r} is a {type(projection).__name__}, and no linear layer")
+
+
 @dataclass(frozen=True)
 class Projections:
     """The layer's projections, each with the letters of what it holds in order.
@@ -143,12 +157,7 @@ class Projections:
 
     def input_width(self, layer: Any, letter: str = "k") -> int:
         """C, of what keys are made of, or queries or values."""
-        path = self._holder(letter)
-        for part in layer.get_submodule(path).modules():  # one that is wrapped by hand stands inside
-            width = getattr(part, "in_channels", getattr(part, "in_features", None))
-            if isinstance(width, int):
-                return width
-        raise AttentionSwapError(f"its projection {path!r} is a {type(layer.get_submodule(path))}, and no linear layer")
+        return features_of(layer, self._holder(letter))
 
     def query_refusal(self, layer: nn.Module) -> str | None:
         """Why the query rows cannot be split off, if so."""

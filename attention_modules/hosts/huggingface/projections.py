@@ -75,7 +75,11 @@ def groups_of(layer: Any) -> int:
     names = separate(layer)
     if names is None:
         return 1
-    queries, keys = (getattr(getattr(layer, name), "out_features", 1) for name in names[:2])
+    # One that is wrapped by hand stands inside.
+    within = (getattr(layer, name).modules() for name in names[:2])
+    queries, keys = (
+        next((each.out_features for each in parts if hasattr(each, "out_features")), 1) for parts in within
+    )
     return 1 if queries % keys else int(queries // keys)
 
 

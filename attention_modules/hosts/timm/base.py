@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attention_modules.hosts.base import Host, Swapped, has_hooks
 from attention_modules.hosts.forwards import definer, has_other_forward, has_replaced_forward
 from attention_modules.hosts.limits import Limits
-from attention_modules.hosts.projections import JOINT, Projections, Widths
+from attention_modules.hosts.projections import JOINT, Projections, Widths, features_of
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
@@ -133,11 +133,11 @@ class TimmHost(Host):
 
     def value_width(self, layer: Any) -> int:
         """Features of all heads' values together."""
-        return layer.proj.in_features
+        return features_of(layer, "proj")
 
     def scale(self, layer: Any) -> float | None:
-        """Factor on the logits; None for 1/sqrt(d)."""
-        return layer.scale
+        """Factor on the logits; None for 1/sqrt(d), as timm's fused forwards have it, whatever ``scale`` is."""
+        return None if getattr(layer, "fused_attn", False) else layer.scale
 
     def length(self, layer: Any) -> int | None:
         """The number of tokens where the layer itself fixes it, as windows do."""

@@ -326,3 +326,27 @@ def test_a_decoder_that_does_not_say_that_it_hides_the_future_is_asked_too(mecha
         outs = [model(tokens).last_hidden_state, model(tokens, attention_mask=mask).last_hidden_state]
         found.append([out[mask.bool()] for out in outs])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+class Adapted(nn.Module):
+    """A projection and what is added to it, as LoRA is written by hand."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.added = linear, nn.Identity()
+
+    def forward(self, x):
+        return self.added(self.linear(x))
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "symmetric", "sink"])
+def test_a_key_projection_that_is_wrapped_by_hand_groups_no_heads(mechanism):
+    found = []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = transformers.BertModel(transformers.BertConfig(**SIZES)).eval()
+        layer = model.encoder.layer[0].attention.self
+        layer.key = Adapted(layer.key) if wraps else layer.key
+        swap_attention(model, mechanism)
+        found.append(model(torch.arange(1, 9)[None]).last_hidden_state)
+    assert torch.equal(*found)

@@ -75,6 +75,42 @@ def test_softmax_for_softmax_changes_nothing(name: str) -> None:
         assert plain.std() > 0.01
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scale_of_ones_own_counts_where_the_plain_forward_reads_it(name: str) -> None:
+    """timm's fused forwards do not, so that heads that were pruned keep the scale of wider ones unread."""
+    for fused in (True, False):
+        module = layer(name)
+        if not isinstance(getattr(module, "scale", None), float):
+            return
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+        module.scale *= 3
+        with torch.no_grad():
+            plain = run(name, module)
+            swap_attention(module, "softmax")
+            torch.testing.assert_close(run(name, module), plain, atol=1e-5, rtol=0)
+
+
+class Adapted(nn.Module):
+    """A projection and what is added to it, as LoRA is written by hand."""
+
+    def __init__(self, projection: nn.Module):
+        super().__init__()
+        self.projection, self.added = projection, nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(self.projection(x))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if isinstance(getattr(layer(name), "proj", None), nn.Linear)])
+def test_an_output_projection_may_be_wrapped_by_hand(name: str) -> None:
+    module = layer(name)
+    plain = run(name, module)
+    module.proj = Adapted(module.proj)
+    swap_attention(module, "softmax")
+    torch.testing.assert_close(run(name, module), plain, atol=1e-5, rtol=0)
+
+
 def _seen(model: nn.Module) -> dict[str, list[Tensor]]:
     """What hooks on the parts of its layer see in the calls from now on, by their names."""
     seen: dict[str, list[Tensor]] = {}
