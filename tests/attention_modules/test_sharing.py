@@ -511,3 +511,35 @@ def test_timms_features_are_those_of_a_whole_pass(name):
     model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=3, features_only=True, out_indices=[0, 2])
     swap_attention(model, name)
     assert [tuple(each.shape) for each in model(torch.randn(1, 3, 32, 32))] == [(1, 192, 2, 2)] * 2
+
+
+class Picks(nn.Module):
+    """A block that attends in training for a part of its samples, or of its tokens, that it draws; or backwards."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.attn, self.way = SelfAttention(16, 2), way
+
+    def forward(self, x):
+        if not self.training or self.way == "not at all":
+            return x + self.attn(x)
+        if self.way == "backwards":
+            return x + self.attn(x.flip(1)).flip(1)
+        dim = 0 if self.way == "samples" else 1
+        drawn = torch.randperm(x.shape[dim])[: max(1, x.shape[dim] // 2)]
+        return x.index_add(dim, drawn, self.attn(x.index_select(dim, drawn)))
+
+
+@pytest.mark.parametrize("mechanism", ["value_residual", "neutreno", "elliptical"])
+@pytest.mark.parametrize("way", ["samples", "tokens", "backwards", "not at all"])
+def test_a_block_that_picks_or_moves_in_training_alone_is_refused(way, mechanism):
+    """As of DINOv2's stochastic depth, and random layerwise token dropping."""
+    model = nn.Sequential(*(Picks(way) for _ in range(3))).train()
+    state = torch.get_rng_state()
+    if way == "not at all":
+        swap_attention(model, mechanism)
+        return
+    with pytest.raises(AttentionSwapError, match="gives its layer other samples or tokens in training"):
+        swap_attention(model, mechanism)
+    assert torch.equal(torch.get_rng_state(), state)
+    swap_attention(model, "softmax")

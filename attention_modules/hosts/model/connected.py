@@ -10,7 +10,7 @@ from torch import nn
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import AttentionSwapError, acting_mechanism
 from attention_modules.hosts.discovery import Found, Survey, survey
-from attention_modules.hosts.model.moved import differ, orders_of
+from attention_modules.hosts.model.moved import differ, differs_in_training, orders_of
 from attention_modules.sharing import READS, connect, read_by, stacks
 
 
@@ -130,6 +130,13 @@ def _moved(found: Survey, stack: Sequence[str], name: str, source: str) -> str |
     """Whether what is around two layers of a stack gives them their tokens in other places."""
     blocks = {each: _around(found, stack, each) for each in (name, source)}
     modules = {found.modules[each]: found.modules[block] for each, block in blocks.items() if block is not None}
+    for each, block in blocks.items():
+        if block is not None and differs_in_training(found.modules[each], found.modules[block]):
+            return (
+                f"{block!r} gives its layer other samples or tokens in training (some that it draws, or in other "
+                "places), so that one would get values of another one: build the model without that, or choose another "
+                "mechanism"
+            )
     if len(modules) < 2 or not differ(*orders_of(found.modules[""], modules).values()):
         return None
     return (

@@ -55,7 +55,15 @@ def differ(one: Order | None, other: Order | None) -> bool:
     return bool(moved.sum() > 1)  # of a move at least two; half precision may mistake one
 
 
-def _alone(layer: nn.Module, block: nn.Module) -> Order | None:
+def differs_in_training(layer: nn.Module, block: nn.Module) -> bool:
+    """Whether a block alone gives its layer other samples or tokens in training, or in other places."""
+    evaluated, trained = (_alone(layer, block, training) for training in (False, True))
+    if evaluated is None or trained is None:
+        return False
+    return evaluated[0] != trained[0] or differ(evaluated, trained)
+
+
+def _alone(layer: nn.Module, block: nn.Module, training: bool = False) -> Order | None:
     width = next((part.in_features for part in block.modules() if isinstance(part, nn.Linear)), None)
     parameter = next((p for p in block.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
@@ -64,11 +72,11 @@ def _alone(layer: nn.Module, block: nn.Module) -> Order | None:
         path = next(name for name, each in block.named_modules() if each is layer)
         with contextlib.suppress(Exception):  # whatever a stranger's copy raises
             twin = with_values(block)
-            return _alone(twin.get_submodule(path), twin)
+            return _alone(twin.get_submodule(path), twin, training)
         return None
     for shape in _SHAPES:
         wave = torch.linspace(-9, 9, 128 * width, device=parameter.device).sin()
-        found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived)
+        found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived, training)
         if layer in found:
             return found[layer]
     return None
@@ -80,11 +88,12 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     end: type[Exception] | None = None,
+    training: bool = False,
 ) -> dict[nn.Module, Order | None]:
     """The orders that one forward on trial shows; ``end`` is raised at the first layer."""
     found: dict[nn.Module, Order | None] = {}
     given: dict[nn.Module, list[Tensor]] = {}
-    with rehearsed(module) as parts:
+    with rehearsed(module, training) as parts:
         for part in parts:
             if part in blocks:
                 part.register_forward_pre_hook(_arriving(part, blocks[part], given, found, end), with_kwargs=True)

@@ -21,8 +21,8 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 
 
 @contextmanager
-def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Inside, all modules that a model reaches have no hooks, are in evaluation mode, and change nothing that stays.
+def rehearsed(model: nn.Module, training: bool = False) -> Iterator[list[nn.Module]]:
+    """Inside, all modules that a model reaches have no hooks, are in one mode, and change nothing that stays.
 
     Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer. It is the model itself
     that runs, as its parts may refer to each other in any way: by a list, a method, a closure. Its Parameters stay the
@@ -40,7 +40,7 @@ def rehearsed(model: nn.Module) -> Iterator[list[nn.Module]]:
         for part, own, buffers in zip(parts, copies, copies[len(parts) :], strict=False):
             back.callback(_set_back, part, type(part), dict(vars(part)))
             hooks = {name: _that_compute(vars(part)[name]) for name in _HOOKS}
-            vars(part).update({**own, **hooks, "_buffers": buffers, "training": False})
+            vars(part).update({**own, **hooks, "_buffers": buffers, "training": training})
         yield parts
 
 
