@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from attention_modules.base import State
@@ -69,9 +70,15 @@ def window_attention(
     if state is not None:
         band.write(state)
     if whole:
-        return attend(q, k, v, None, True, dropout_p, scale)
+        return attend(*_alike(q, k, v), None, True, dropout_p, scale)
     queries, keys, values, seen = band.blocks(q)
-    return band.whole(attend(queries, keys, values, seen, False, dropout_p, scale))
+    return band.whole(attend(*_alike(queries, keys, values), seen, False, dropout_p, scale))
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In one dtype, as a look at a call under autocast has queries and keys wider than values, and no autocast."""
+    kind = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    return q.to(kind), k.to(kind), v.to(kind)
 
 
 def check_sizes(window: int, sinks: int = 0) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attention_modules.analysis.model_maps import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 
@@ -350,3 +351,17 @@ def test_a_key_projection_that_is_wrapped_by_hand_groups_no_heads(mechanism):
         swap_attention(model, mechanism)
         found.append(model(torch.arange(1, 9)[None]).last_hidden_state)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "window", "hedgehog", "gated"])
+def test_maps_under_autocast_where_values_are_narrower_than_queries(mechanism):
+    """Llama's rotary positions leave queries and keys wider. The witness: without autocast."""
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).eval()
+    swap_attention(model, mechanism, **({"window": 4} if mechanism in ("window", "hedgehog") else {}))
+    tokens, found = torch.arange(1, 17)[None], []
+    for mask in (None, (torch.arange(16) > 2).long()[None]):
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                found.append(attention_maps(model, {"input_ids": tokens, "attention_mask": mask})["layers.0.self_attn"])
+        torch.testing.assert_close(found[-1], found[-2], atol=0.05, rtol=0)
