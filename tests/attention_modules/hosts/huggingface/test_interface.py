@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_modules.analysis.model_maps import attention_maps
+import attnswap
 from attention_modules.hosts import attention_layers
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
+from lightning_tasks.callbacks import AttentionMonitor
 
 transformers = pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -354,14 +355,25 @@ def test_a_key_projection_that_is_wrapped_by_hand_groups_no_heads(mechanism):
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "window", "hedgehog", "gated"])
-def test_maps_under_autocast_where_values_are_narrower_than_queries(mechanism):
-    """Llama's rotary positions leave queries and keys wider. The witness: without autocast."""
-    torch.manual_seed(0)
-    model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES)).eval()
-    swap_attention(model, mechanism, **({"window": 4} if mechanism in ("window", "hedgehog") else {}))
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_look_under_autocast_where_values_are_narrower_than_queries(mechanism, padded):
+    """Llama's rotary positions leave queries and keys wider. The witness: the entropy without autocast."""
     tokens, found = torch.arange(1, 17)[None], []
-    for mask in (None, (torch.arange(16) > 2).long()[None]):
-        for enabled in (False, True):
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                found.append(attention_maps(model, {"input_ids": tokens, "attention_mask": mask})["layers.0.self_attn"])
-        torch.testing.assert_close(found[-1], found[-2], atol=0.05, rtol=0)
+    mask = (torch.arange(16) > 2).long()[None] if padded else None
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = transformers.LlamaModel(transformers.LlamaConfig(**SIZES))
+        swap_attention(model, mechanism, **({"window": 4} if mechanism in ("window", "hedgehog") else {}))
+        logged: dict[str, Any] = {}
+        with (
+            attnswap.watch(
+                model, callbacks=[AttentionMonitor(1)], log=lambda values, step, into=logged: into.update(values)
+            ),
+            torch.autocast("cpu", torch.bfloat16, enabled=enabled),
+        ):
+            model(tokens, attention_mask=mask).last_hidden_state.float().square().mean().backward()
+        found.append(logged)
+    entropies = [name for name in found[0] if name.endswith("/entropy/layer_00")]
+    assert entropies
+    for key in entropies:
+        assert float(found[1][key]) == pytest.approx(float(found[0][key]), abs=0.05)
