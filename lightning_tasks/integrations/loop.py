@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import is_
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from attention_modules.kernels import untransformed
+from attention_modules.kernels import transforms_active, untransformed
 from attention_modules.mechanisms.shared.options import check_integer
 from lightning_tasks.callbacks import (
     AttentionDiversification,
@@ -39,6 +40,7 @@ from lightning_tasks.integrations.passes import (
     gradients_of,
     has_numbers,
     have_changed,
+    in_functional_call,
     is_probe,
     steps_by_scaler,
     tensors_of,
@@ -176,6 +178,7 @@ class Loop:
         self._steps = 0  # of them, in all
         self._foreign: dict[int, int] = {}  # of optimizers that nobody named: how many there were when a step began
         self._told = self._paused = False
+        self._own: list[nn.Parameter] = []  # the model's, of the last call with its own
 
     @property
     def global_step(self) -> int:
@@ -215,7 +218,7 @@ class Loop:
         except BaseException as error:
             self._call("on_exception", error)
             raise
-        self._resumed = None
+        self._resumed, self._own = None, [*self.model.parameters()]
         open_hook = self._hooks.callback
         before, after = (OwnHook(self.model, hook) for hook in (self._before_forward, self._after_forward))
         open_hook(self.model.register_forward_pre_hook(before, prepend=True).remove)
@@ -255,7 +258,7 @@ class Loop:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._in_backward, self._went_back = False, True  # an error has ended that backward pass
-        trains = model.training and torch.is_grad_enabled()
+        trains = model.training and torch.is_grad_enabled() and self._has_its_own()
         self._pause(not trains)
         if not trains or self._in_backward:
             return
@@ -265,6 +268,14 @@ class Loop:
             self.passes += 1
             self._in_batch, self._went_back = True, False
             self._call("on_train_batch_start", None, self.passes - 1)
+
+    def _has_its_own(self) -> bool:
+        """Whether a call computes with the model's own weights, as one by `functional_call` may not."""
+        now = [*self.model.parameters()]
+        if (len(now) != len(self._own) or not all(map(is_, now, self._own))) and in_functional_call():
+            return False
+        self._own = now
+        return not transforms_active()
 
     @torch.compiler.disable
     def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:

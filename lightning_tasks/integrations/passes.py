@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,10 +36,20 @@ def has_numbers(gradient: Tensor) -> bool:
 
 def steps_by_scaler() -> bool:
     """Whether the caller was called by a `GradScaler`."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
+    frame = next((each for each in _callers() if each.f_code is torch.amp.GradScaler.step.__code__), None)
     return frame is not None and frame.f_locals["self"].is_enabled()
+
+
+def in_functional_call() -> bool:
+    """Whether the caller was called by a `functional_call`, which puts tensors in the place of Parameters."""
+    return any(each.f_globals.get("__name__") == "torch.nn.utils.stateless" for each in _callers())
+
+
+def _callers() -> Iterator[FrameType]:
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def tensors_of(output: Any) -> list[Tensor]:

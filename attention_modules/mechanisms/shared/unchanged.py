@@ -143,7 +143,8 @@ def _held_by(model: nn.Module) -> dict[tuple[str, str, int], _State]:
     """By module, attribute and place in it, the states of generators that attributes of modules are or hold."""
     found: dict[tuple[str, str, int], _State] = {}
     for module, part in model.named_modules():
-        for name, held in vars(part).items():
+        own = {name: held for name, held in vars(part).items() if name not in _OF_EVERY_MODULE}
+        for name, held in own.items():
             for place, value in enumerate(_inside(held)):
                 if (state := _state_of(value)) is not None:
                     found[module, name, place] = state

@@ -330,6 +330,41 @@ def test_a_batch_is_seen_however_the_model_is_called_or_the_step_says_so(call, n
         assert torch.equal(weights_of(module), before)
 
 
+def others(module, inputs):
+    functional_call(module, {name: 3 * each for name, each in module.named_parameters()}, (inputs,))
+
+
+def by_sample(module, inputs):
+    weights = {name: each.detach() for name, each in module.named_parameters()}
+    loss = lambda weights, one: functional_call(module, weights, (one[None],)).square().mean()  # noqa: E731
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, inputs)
+
+
+def reloaded(module, inputs):
+    module.load_state_dict({name: each.clone() for name, each in module.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("before", [others, by_sample, reloaded])
+@pytest.mark.parametrize("name", ["SpectrumMonitor", "AttentionMonitor", "LogitMonitor"])
+def test_what_monitors_log_is_of_passes_with_the_models_own_weights(before, name):
+    logged = []
+    for other in (False, True):
+        torch.manual_seed(0)
+        module, seen = Parts().requires_grad_(), {}
+        watched = {"callbacks": CALLBACKS[name](), "log": lambda values, step, seen=seen: seen.update({step: values})}
+        with attnswap.watch(module, **watched):
+            for inputs, _ in batches(3):
+                if other:
+                    with torch.random.fork_rng():
+                        before(module, inputs)
+                module(inputs).square().mean().backward()
+                torch.optim.SGD(module.parameters(), 0.1).step()
+                module.zero_grad()
+        logged.append(seen)
+    assert logged[0] == logged[1]
+    assert logged[0]
+
+
 class Behind(torch.nn.Module):
     """A network whose Parameters a reentrant checkpoint hides from the graph of the loss, or that is frozen."""
 
