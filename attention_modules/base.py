@@ -111,6 +111,7 @@ class AttentionMechanism(nn.Module):
     row_masks: ClassVar[bool] = True
     """Whether rows may see different keys; where False, it takes padding masks alone, and what ``causality`` says."""
     softmax_like: ClassVar[bool] = False
+    stands_in: bool = False  # in a layer that is only watched, so that it gives what the plain layer computes
     """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
     the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
     surrogate_gradient: bool = False

@@ -180,7 +180,7 @@ def make_observable(model: nn.Module, names: Sequence[str]) -> None:
         _commit(model, _prepare(model, "softmax", list(names), None, (), {}))
     for layer in survey(model).layers:
         if layer.name in names:  # weights by whose steps the plain layer takes them, though nobody may read them
-            layer.module.mechanism.__dict__["gives_weights"] = True  # type: ignore[union-attr]
+            layer.module.mechanism.__dict__.update(gives_weights=True, stands_in=True)  # type: ignore[union-attr]
 
 
 def made_observable(model: nn.Module, names: Sequence[str]) -> list[str]:

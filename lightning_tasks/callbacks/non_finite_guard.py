@@ -24,6 +24,7 @@ from lightning_tasks.callbacks.base import (
     gives_up_gradients,
     is_strategy,
 )
+from lightning_tasks.callbacks.locater import LocAteR
 from lightning_tasks.files.random_states import random_state
 from lightning_tasks.runs.divergence import SKIPPED, STOPPED
 from lightning_tasks.runs.files import run_folder
@@ -94,7 +95,8 @@ class NonFiniteGuard(Callback):
     It looks at the loss of each backward pass and at the gradients before each optimizer step, with automatic and
     manual optimization. The error, and the file that the batch is in, name the step, the batch (with accumulation the
     one of the window), its indices in the data set where the order of the loader tells them, the loss, and the
-    parameters whose gradient is not finite. Place it after callbacks that add to gradients, such as ``LocAteR``.
+    parameters whose gradient is not finite. It moves behind ``LocAteR``, which adds to gradients; place it after other
+    callbacks that do.
 
     ``"stop"`` raises :class:`~lightning_tasks.training.non_finite.NonFiniteError`. On the CPU that is before the
     optimizer steps. On CUDA devices nothing waits for the device: what was found at a step is read at the next one, and
@@ -171,6 +173,11 @@ class NonFiniteGuard(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit" and is_strategy(trainer, "DeepSpeedStrategy"):
             raise ValueError("NonFiniteGuard: DeepSpeed keeps gradients in its own buffers; use DDP, or no guard")
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
+        last = max((at for at, each in enumerate(callbacks) if isinstance(each, LocAteR)), default=0)
+        if (own := callbacks.index(self)) < last:  # a new list, as the old one is being walked through
+            before, behind = callbacks[: last + 1], callbacks[last + 1 :]
+            trainer.callbacks = [*before[:own], *before[own + 1 :], self, *behind]  # type: ignore[attr-defined]
         self.skipped = self._in_a_row = 0
         self._reset()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -24,6 +25,7 @@ from attention_modules.hosts.huggingface.given import (
     with_key,
     with_masks,
 )
+from attention_modules.hosts.huggingface.source import InterfaceCall, interface_call
 from attention_modules.hosts.huggingface.states import STATE, mixed
 from attention_modules.hosts.query import WithoutQuery
 from attention_modules.mechanisms.shared.shown import ShownMap
@@ -73,6 +75,7 @@ def mechanism_attention_forward(
     if unread := unread_masks(module.plain_config):  # chosen after the swap: without masks the future would be seen
         raise NotImplementedError(f"a swapped layer cannot act: {unread}")
     _check_given(mechanism, kwargs, attention_mask)
+    plain = _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     if attention_mask is not None and kwargs.get(WINDOWS) is not None:  # whose -100 hides for softmax alone
         hidden = kwargs[WINDOWS] < -50
         hidden = hidden.repeat(query.shape[0] // hidden.shape[0], 1, 1).unsqueeze(1)
@@ -122,8 +125,10 @@ def mechanism_attention_forward(
     for name in given_of(kwargs, ("s_aux", "sinks")):
         attention_mask, key, value = with_key(attention_mask, query, key, value, kwargs[name])
     weights = ShownMap(keys)
-    asked = {}
-    if mechanism.gives_weights:
+    asked: dict[str, Any] = {}
+    if plain is not None:
+        asked = {"plain": plain}
+    elif mechanism.gives_weights:
         # Nobody collects the outputs of a checkpointed part of the model when backward computes it again.
         wanted = as_before(module, _attentions_asked(module, kwargs))
         asked = {"weights": weights} if wanted else {}
@@ -141,7 +146,51 @@ def mechanism_attention_forward(
         **remembered,
     )
     nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
+    if plain is not None:
+        return out.transpose(1, 2), plain.weights
     return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
+
+
+class _Plain:
+    """The call that the plain layer makes."""
+
+    weights: Tensor | None = None
+
+    def __init__(self, call: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
+        self.call = call
+
+    def __call__(self) -> Tensor:
+        """Its output, ``[B, H, N, d]``."""
+        out, self.weights = self.call()
+        return out.transpose(1, 2)
+
+
+def _plain(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    arguments: Mapping[str, Any],
+) -> _Plain | None:
+    """What a layer that is only watched computes; None of another layer."""
+    if not module.mechanism.stands_in or arguments.get("cache") is not None:
+        return None
+    function = _function_of(module.plain_class, module.plain_config._attn_implementation)
+    given = {name: value for name, value in arguments.items() if name != WINDOWS}
+    given |= {"dropout": dropout, "scaling": scaling}
+    given |= {} if is_causal is None else {"is_causal": is_causal}
+    return None if function is None else _Plain(partial(function, module, query, key, value, mask, **given))
+
+
+@torch.compiler.assume_constant_result  # what reads source text would break the graph
+def _function_of(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any] | None:
+    call = interface_call(kind)
+    assert isinstance(call, InterfaceCall)
+    return call.function(implementation)
 
 
 def shifts(layer: Any) -> bool:

@@ -57,10 +57,12 @@ def differ(one: Order | None, other: Order | None) -> bool:
 
 def differs_in_training(layer: nn.Module, block: nn.Module) -> bool:
     """Whether a block alone gives its layer other samples or tokens in training, or in other places."""
-    evaluated, trained = (_alone(layer, block, training) for training in (False, True))
-    if evaluated is None or trained is None:
-        return False
-    return evaluated[0] != trained[0] or differ(evaluated, trained)
+    told = known().moved
+    if layer not in told:
+        evaluated, trained = (_alone(layer, block, training) for training in (False, True))
+        sizes = [each and each[0] for each in (evaluated, trained)]
+        told[layer] = None not in sizes and (sizes[0] != sizes[1] or differ(evaluated, trained))
+    return told[layer]
 
 
 def _alone(layer: nn.Module, block: nn.Module, training: bool = False) -> Order | None:

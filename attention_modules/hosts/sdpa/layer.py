@@ -160,6 +160,7 @@ class SwappedSDPA(Swapped):
                 input, which is not known.
         """
         mechanism, shape = self.mechanism, query.shape
+        mask, causal = attn_mask, is_causal
         attn_mask, is_causal = without_causal_bias(attn_mask, is_causal, query)
         if len(shape) == 3 and not torch.compiler.is_compiling():
             self._warn_of_folded_heads(given, shape)
@@ -179,6 +180,16 @@ class SwappedSDPA(Swapped):
                 f"{self._shown()} is not known to be given it; declare the layer around it (attnswap.declare_host), "
                 "or pass example= to swap_attention"
             )
+        asked: dict[str, Any] = {}
+        if mechanism.stands_in:
+
+            def plain() -> Tensor:
+                own = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+                grouped: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
+                out = TARGET(query, key, value, **own, **grouped)  # type: ignore[arg-type]
+                return out.reshape(*q.shape[:-1], out.shape[-1])
+
+            asked = {"plain": plain}
         out = self.mix(
             q if mechanism.uses_query else k,
             k,
@@ -188,6 +199,7 @@ class SwappedSDPA(Swapped):
             is_causal=is_causal,
             dropout_p=dropout_p,
             scale=scale,
+            **asked,
         )
         return out.reshape(*shape[:-1], out.shape[-1])
 

@@ -74,6 +74,8 @@ class Record:
     """The modules whose forward ran."""
     orders: dict[nn.Module, tuple[torch.Size, Tensor] | None] = field(default_factory=dict)
     """Where layers have their tokens from (:mod:`attention_modules.hosts.model.moved`)."""
+    moved: dict[nn.Module, bool] = field(default_factory=dict)
+    """Whether they have others in training."""
 
     def each_forward(self, module: nn.Module) -> int:
         """How many calls one forward of the module makes, its children's too; it may run several times."""

@@ -29,7 +29,7 @@ from attention_modules.mechanisms.shared.chunks import attend_by
 from attention_modules.mechanisms.shared.kept import copy_of
 from attention_modules.mechanisms.shared.unchanged import repeatable, unobserved
 
-_NOT_OF_THE_MAP = ("weights", "dropout_p", "state")  # arguments of a call
+_NOT_OF_THE_MAP = ("weights", "dropout_p", "state", "plain")  # arguments of a call
 
 
 class _SeveralCalls(BaseException):

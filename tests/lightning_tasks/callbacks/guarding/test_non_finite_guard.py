@@ -12,7 +12,7 @@ import pytest
 import timm.optim
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, TensorDataset
@@ -410,12 +410,18 @@ def test_a_batch_that_cannot_be_saved_does_not_hide_why(tmp_path):
     assert "the batch is not saved (" in stopped(Poisoned(), guard=NonFiniteGuard(save_batch=False))
 
 
-def test_after_locater_it_sees_what_that_adds():
-    class Infinite(LocAteR):
-        def _penalty(self):
-            return super()._penalty() * math.inf
+class Infinite(LocAteR):
+    def _penalty(self):
+        return super()._penalty() * math.inf
 
-    assert stopped(TinyLM(), Infinite(0.1)).startswith("step 0 (epoch 0, batch 0): the loss is 2.")
+
+@pytest.mark.parametrize("first", ["LocAteR", "guard"])
+def test_it_sees_what_locater_adds_in_either_order(first):
+    trained, callbacks = TinyLM(), [NonFiniteGuard(), Infinite(0.1)]
+    with pytest.raises(NonFiniteError, match=r"step 0 \(epoch 0, batch 0\): the loss is 2\."):
+        fit(trained, [*(callbacks if first == "guard" else callbacks[::-1]), EarlyStopping("val/loss")])
+    kinds = [type(each) for each in trained.trainer.callbacks]
+    assert kinds.index(Infinite) + 1 == kinds.index(NonFiniteGuard) == kinds.index(EarlyStopping) - 1
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

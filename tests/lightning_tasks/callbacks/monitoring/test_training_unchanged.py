@@ -243,3 +243,125 @@ def test_selective_checkpoints_keep_nothing_of_a_monitor(mechanism):
         return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
     assert torch.equal(trained(True), trained(False))
+
+
+def small(name, **more):
+    """A small model of transformers, the attention of which drops out."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    drops = {"num_attention_heads": 4, "attention_dropout": 0.1, "attention_probs_dropout_prob": 0.1}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **drops, **more})
+    kind = (
+        "ForMaskedLM"
+        if name in ("Bert", "ModernBert")
+        else "ForConditionalGeneration"
+        if name == "T5"
+        else "ForCausalLM"
+    )
+    return getattr(transformers, name + (kind if name != "GPT2" else "LMHeadModel"))(config).train()
+
+
+OF_TRANSFORMERS = {
+    "BERT": partial(small, "Bert"),
+    "GPT-2": partial(small, "GPT2", n_embd=32, n_layer=2, n_head=4),
+    "Llama": partial(small, "Llama"),
+    "Llama, one key head": partial(small, "Llama", num_key_value_heads=1),
+    "Gemma 2": partial(small, "Gemma2", num_key_value_heads=2, head_dim=8, sliding_window=4),
+    "GPT-OSS": partial(
+        small, "GptOss", num_key_value_heads=2, head_dim=8, sliding_window=4, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "T5": partial(small, "T5", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0),
+}
+_PRECISIONS = {
+    "float32": lambda: nullcontext(),
+    "bfloat16 autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16 autocast": lambda: torch.autocast("cpu", torch.float16),
+}
+
+
+def steps_of(model, watched, precision, mask):
+    """Losses, weights and what is drawn next, after two steps."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    torch.manual_seed(1)
+    tokens = torch.randint(1, 50, (2, 3, 10))
+    watching = attnswap.watch(model, callbacks=[AttentionMonitor(1), LogitMonitor(1)], log=dict) if watched else None
+    with watching or nullcontext():
+        for batch in tokens:
+            with precision():
+                labels = batch if mask is None else batch.masked_fill(mask == 0, -100)
+                given = {} if mask is None else {"attention_mask": mask}
+                out = model(input_ids=batch, labels=labels, output_attentions=True, **given)
+            out.loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(out.loss.item())
+    maps = out.get("attentions") or out.get("encoder_attentions") or ()
+    return losses, model.state_dict(), [each.detach() for each in maps if each is not None], torch.get_rng_state()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding", ["no padding", "padded"])
+@pytest.mark.parametrize("precision", _PRECISIONS)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", OF_TRANSFORMERS)
+def test_models_of_transformers_compute_as_they_are_told_to(model, implementation, precision, padding):
+    mask = None
+    if padding == "padded":
+        mask = torch.ones(3, 10, dtype=torch.long)
+        mask[0, 7:], mask[1, :3] = 0, 0
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        built = OF_TRANSFORMERS[model]()
+        try:
+            built.set_attn_implementation(implementation)
+        except ValueError:
+            pytest.skip(f"{model} has no {implementation}")
+        found.append(steps_of(built, watched, _PRECISIONS[precision], mask))
+    plain, watched = found
+    assert plain[0] == watched[0]
+    assert all(torch.equal(value, watched[1][name]) for name, value in plain[1].items())
+    assert len(plain[2]) == len(watched[2])
+    assert all(map(torch.equal, plain[2], watched[2]))
+    assert torch.equal(plain[3], watched[3])
+
+
+class Grouped(nn.Module):
+    """A layer of one's own with fewer key heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x, mask=None):
+        q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
+        k, v = (each.unflatten(-1, (1, 8)).transpose(1, 2) for each in self.kv(x).chunk(2, -1))
+        causal = mask is None
+        out = F.scaled_dot_product_attention(q, k, v, mask, 0.1, causal, enable_gqa=True)
+        return out.transpose(1, 2).flatten(2)
+
+
+class Around(nn.Module):
+    """A model of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Grouped()
+
+    def forward(self, x, mask=None):
+        return x + self.attention(x, mask)
+
+
+@pytest.mark.parametrize("mask", [None, torch.arange(10) > 2, torch.randn(10, 10).tril()])
+def test_a_layer_of_ones_own_calls_the_function_as_it_did(mask):
+    found = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Around().bfloat16().train()
+        given = mask if mask is None or mask.dtype is torch.bool else mask.bfloat16()
+        x = torch.randn(3, 10, 32, dtype=torch.bfloat16)
+        with attnswap.watch(model, callbacks=[AttentionMonitor(1)], log=dict) if watched else nullcontext():
+            model(x, given).square().mean().backward()
+        found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    assert torch.equal(*found)
