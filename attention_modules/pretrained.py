@@ -86,6 +86,9 @@ def load_pretrained(
     model.__class__ = plain
     _check_as_saved(model)
     places = _places(model, plan.names)
+    for layer in plan.layers:
+        if "is_causal" in layer and layer["name"] in places:
+            model.get_submodule(places[layer["name"]]).is_causal = layer["is_causal"]  # which a user may have said
     if len(swaps) > 1:  # a mechanism may read the values of layers whose turn is to come
         swap_attention(model, "softmax", where=list(places.values()))
     for swap in swaps:
@@ -403,8 +406,9 @@ def _check_inside(shard: Any, index: str) -> None:
 def _is_layer(layer: Any) -> bool:
     return (
         isinstance(layer, dict)
-        and layer.keys() == {"name", "mechanism", "options", "query"}
+        and layer.keys() - {"is_causal"} == {"name", "mechanism", "options", "query"}
         and isinstance(layer["query"], bool)
+        and isinstance(layer.get("is_causal", False), bool)
         and isinstance(layer["name"], str)
         and isinstance(layer["mechanism"], str)
         and isinstance(layer["options"], (dict, type(None)))

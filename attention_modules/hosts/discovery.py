@@ -368,8 +368,9 @@ def _check_patterns(found: Survey, argument: str, selector: Selector | None) -> 
 
 
 def _check_callable(argument: str, selector: Callable[..., object]) -> None:
+    cached = hasattr(selector, "cache_info")  # by functools, which tells the signature of the function inside alone
     try:
-        signature = inspect.signature(selector, follow_wrapped=False)
+        signature = inspect.signature(selector, follow_wrapped=cached)
     except (TypeError, ValueError):  # of a builtin, which has none
         return
     try:

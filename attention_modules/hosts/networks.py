@@ -4,8 +4,8 @@ Layers are counted within a network. What runs in series is one network: an enco
 head, stages, lists of blocks beside each other. Equal shapes alone do not tell two networks. Parts of equal shapes are
 networks of their own, *twins*, where they are copies, where each takes an input that the other cannot give, where one
 is called a teacher, or where one is frozen behind one that trains. So are, of any shapes, a frozen part that is called
-a teacher beside one that trains, and parts that each embed an input of their own, as the towers of
-CLIP do, or are called as those are.
+a teacher beside one that trains, and parts that each embed an input of their own, as the towers of CLIP do, or are
+called as those are.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ class _Model:
     def _is_teacher(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
         """Whether one alone is called so, and is frozen beside one that trains or has the other's shapes."""
         names = [part.rpartition(".")[2].lower() for part in (one, other)]
-        lists = self._are_lists(one, other, parts)
-        keys = min(names) if min(names)[-2:] == "_k" and max(names) == min(names)[:-1] + "q" else None  # of MoCo
-        named = [bool(_TEACHER.search(name)) or name == keys for name in names]
+        of_moco = {name[:-1] for name in names} == {f"{names[0][:-2]}_"} and {name[-1:] for name in names} == {*"kq"}
+        named = [bool(_TEACHER.search(name)) or (of_moco and name.endswith("k")) for name in names]
         if sorted(named) != [False, True]:
             return False
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
+        lists = self._are_lists(one, other, parts)
         return frozen == named or (not lists and self._have_equal_stacks(one, other, parts))
 
     def _stacks(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> list[nn.Module]:

@@ -47,10 +47,11 @@ def features_of(layer: nn.Module, path: str) -> int:
         AttentionSwapError: if it is no linear layer, and holds none.
     """
     projection = layer.get_submodule(path)
-    for part in projection.modules():  # one that is wrapped by hand stands inside
-        width = getattr(part, "in_channels", getattr(part, "in_features", None))
-        if isinstance(width, int):
-            return width
+    widths = [getattr(part, "in_channels", getattr(part, "in_features", None)) for part in projection.modules()]
+    if isinstance(widths[0], int):
+        return widths[0]
+    if inner := [width for width in widths if isinstance(width, int)]:
+        return max(inner)  # one that is wrapped by hand stands inside, as beside adapters of a low rank
     raise AttentionSwapError(f"its projection {path!r} is a {type(projection).__name__}, and no linear layer")
 
 

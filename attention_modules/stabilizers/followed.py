@@ -61,7 +61,11 @@ def follows_scale(
             layer.module.forward(*given, **by_name)
     if len(seen) < 2:
         return None
-    found = [_is_times(one, other, factor, random=moved) for one, other in zip(*seen, strict=True)]
+    kinds = {each.dtype for each in (*layer.module.parameters(), *seen[0])}
+    if torch.is_autocast_enabled(seen[0][0].device.type):
+        kinds.add(torch.get_autocast_dtype(seen[0][0].device.type))
+    rounded = torch.float16 in kinds  # whose digits small numbers lose, whatever they became since
+    found = [_is_times(one, other, factor, rounded, random=moved) for one, other in zip(*seen, strict=True)]
     return False if False in found else None if None in found else True
 
 
@@ -88,16 +92,16 @@ def _put(part: nn.Module, name: str, value: Tensor) -> None:
     vars(part)[kept] = {**vars(part)[kept], name: value}
 
 
-def _is_times(one: Tensor, other: Tensor, factor: float, random: bool) -> bool | None:
+def _is_times(one: Tensor, other: Tensor, factor: float, rounded: bool, random: bool) -> bool | None:
     """Whether the second ``[B, H, N, d]`` is the first times the factor; None where nothing finite shows it."""
     if one.shape != other.shape:
         return False
-    limits, wanted = torch.finfo(one.dtype), one * factor
+    limits, wanted = torch.finfo(torch.float16 if rounded else one.dtype), one * factor
     shown = wanted.isfinite() & other.isfinite()
     far = shown & ~torch.isclose(other, wanted, rtol=4 * limits.eps, atol=limits.tiny)
     if not bool((shown & (other != 0)).any()):
         return None
-    if random and one.dtype == torch.float16:
+    if random and rounded:
         # Random weights may be too small for all their digits, and sums cancel: a few numbers of a token or feature.
         of_token, of_feature = far.double().mean(3), far.double().mean((0, 2))
         few = max(0.02, 1 / (far.shape[0] * far.shape[2]))

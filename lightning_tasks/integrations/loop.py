@@ -398,6 +398,7 @@ class Loop:
             return
         self._in_step = False
         self._since_step[id(optimizer)] = 0
+        self._own = [*self.model.parameters()]  # load_state_dict(assign=True) gives it others
         if self._in_batch:
             self._stepped.add(id(optimizer))
             if len(self._stepped) >= len(self.optimizers):

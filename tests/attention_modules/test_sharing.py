@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import threading
 from collections import OrderedDict
 
@@ -525,19 +526,29 @@ class Picks(nn.Module):
             return x + self.attn(x)
         if self.way == "backwards":
             return x + self.attn(x.flip(1)).flip(1)
+        if self.way == "in an order":
+            drawn = torch.randperm(len(x))
+            return x.index_add(0, drawn, self.attn(x[drawn]))
+        if self.way == "backwards at times":
+            return x + (self.attn(x.flip(1)).flip(1) if random.random() < 0.5 else self.attn(x))
+        if self.way == "with dropout":
+            return x + self.attn(nn.functional.dropout(x, 0.5))
         dim = 0 if self.way == "samples" else 1
         drawn = torch.randperm(x.shape[dim])[: max(1, x.shape[dim] // 2)]
         return x.index_add(dim, drawn, self.attn(x.index_select(dim, drawn)))
 
 
 @pytest.mark.parametrize("mechanism", ["value_residual", "neutreno", "elliptical"])
-@pytest.mark.parametrize("way", ["samples", "tokens", "backwards", "not at all"])
+@pytest.mark.parametrize(
+    "way", ["samples", "tokens", "backwards", "in an order", "backwards at times", "with dropout", "not at all"]
+)
 def test_a_block_that_picks_or_moves_in_training_alone_is_refused(way, mechanism):
     """As of DINOv2's stochastic depth, and random layerwise token dropping."""
     model = nn.Sequential(*(Picks(way) for _ in range(3))).train()
     state = torch.get_rng_state()
-    if way == "not at all":
+    if way in ("with dropout", "not at all"):
         swap_attention(model, mechanism)
+        assert torch.equal(torch.get_rng_state(), state)
         return
     with pytest.raises(AttentionSwapError, match="gives its layer other samples or tokens in training"):
         swap_attention(model, mechanism)

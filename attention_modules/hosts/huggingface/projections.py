@@ -75,11 +75,9 @@ def groups_of(layer: Any) -> int:
     names = separate(layer)
     if names is None:
         return 1
-    # One that is wrapped by hand stands inside.
-    within = (getattr(layer, name).modules() for name in names[:2])
-    queries, keys = (
-        next((each.out_features for each in parts if hasattr(each, "out_features")), 1) for parts in within
-    )
+    # One that is wrapped by hand stands inside, as beside adapters of a low rank.
+    sizes = [[getattr(each, "out_features", 1) for each in getattr(layer, name).modules()] for name in names[:2]]
+    queries, keys = (size[0] if size[0] > 1 else max(size) for size in sizes)
     return 1 if queries % keys else int(queries // keys)
 
 

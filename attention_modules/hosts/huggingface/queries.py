@@ -18,7 +18,7 @@ from attention_modules.hosts.huggingface.source import InterfaceCall, calls_in, 
 
 # By these names forwards speak of queries and keys, and of their projections.
 _QUERY = re.compile(r"\b(mixed_|linear_|to_)?(queries|query|q)(?=_|\b)|\bWq\b")
-_QUERIES = re.compile(r"(mixed_|linear_|to_)?(queries|query|q)(_states|_layer|_heads)?")
+_QUERIES_OR_KEYS = re.compile(r"(mixed_|linear_|to_)?(queries|query|q|keys|key|k)(_states|_layer|_heads)?")
 _KEY = re.compile(r"\b(mixed_|linear_|to_)?(keys|key|k)(?=_|\b)|\bWk\b")
 _KEY_FOR = {"queries": "keys", "query": "key", "q": "k"}
 # What only arranges a tensor's numbers, or says something of it.
@@ -83,15 +83,15 @@ def _works(forward: ast.FunctionDef) -> list[ast.AST]:
 
 
 def _replaces(node: ast.AST) -> bool:
-    """Whether a statement sets items of a tensor, or puts a new one in the place of queries."""
+    """Whether a statement sets items of a tensor, or puts a new one in the place of queries or keys."""
     if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
         return False
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value) for target in targets]
     if isinstance(node.value, ast.Tuple) and isinstance(targets[0], ast.Tuple):
         pairs = [*zip(targets[0].elts, node.value.elts, strict=False)]
-    of_queries = [value for target, value in pairs if any(map(_QUERIES.fullmatch, names_in(target)))]
-    made = [ast.unparse(call.func).rpartition(".")[2] for value in of_queries for call in calls_in(value)]
+    held = [value for target, value in pairs if any(map(_QUERIES_OR_KEYS.fullmatch, names_in(target)))]
+    made = [ast.unparse(call.func).rpartition(".")[2] for value in held for call in calls_in(value)]
     return not _NEW.isdisjoint(made) or any(isinstance(target, ast.Subscript) for target in targets)
 
 

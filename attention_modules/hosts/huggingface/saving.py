@@ -49,14 +49,14 @@ def plan_of(model: nn.Module) -> list[dict[str, Any]]:
     plan = []
     for name, layer, mechanism in acting:
         if mechanism is not None and (read or type(mechanism) is not SoftmaxAttention):
-            plan.append(
-                {
-                    "name": name,
-                    "mechanism": short_name(type(mechanism)),
-                    "options": _as_json(mechanism.built_with),
-                    "query": all(part.filled(layer) for part in layer.dropped_query),
-                }
-            )
+            entry = {
+                "name": name,
+                "mechanism": short_name(type(mechanism)),
+                "options": _as_json(mechanism.built_with),
+                "query": all(part.filled(layer) for part in layer.dropped_query),
+            }
+            told = vars(layer).get("is_causal")
+            plan.append(entry | {"is_causal": told} if isinstance(told, bool) else entry)
     return plan
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +14,11 @@ from torch import Tensor, nn
 
 from attention_modules.hosts.sdpa.record import arguments, copied, known, with_values
 from attention_modules.hosts.sdpa.rehearsed import rehearsed
+from attention_modules.mechanisms.shared.kept import default_states
 
 _LEVELS = 1.2 ** torch.arange(-8.0, 8.0)  # apart enough that half precision tells them from each other
 _SHAPES = ((2, 64), (2, 8, 8))  # of a trial, before the features
+_DRAWS = 8  # trials in training, where they draw
 
 Order = tuple[torch.Size, Tensor]  # the shape of a layer's input, and where the entries of what a block is given go
 
@@ -59,13 +64,47 @@ def differs_in_training(layer: nn.Module, block: nn.Module) -> bool:
     """Whether a block alone gives its layer other samples or tokens in training, or in other places."""
     told = known().moved
     if layer not in told:
-        evaluated, trained = (_alone(layer, block, training) for training in (False, True))
-        sizes = [each and each[0] for each in (evaluated, trained)]
-        told[layer] = None not in sizes and (sizes[0] != sizes[1] or differ(evaluated, trained))
+        evaluated = _alone(layer, block)
+        told[layer] = evaluated is not None and any(_is_other(evaluated, one) for one in _in_training(layer, block))
     return told[layer]
 
 
-def _alone(layer: nn.Module, block: nn.Module, training: bool = False) -> Order | None:
+def _is_other(one: Order, other: Order | None) -> bool:
+    return other is not None and (one[0] != other[0] or differ(one, other))
+
+
+def _in_training(layer: nn.Module, block: nn.Module) -> Iterator[Order | None]:
+    """The orders of several trials where they draw, each other numbers; else of one."""
+    for seed in range(_DRAWS):
+        draws = _Draws(seed)
+        yield _alone(layer, block, draws)
+        if not draws.any:
+            return
+
+
+class _Draws:
+    """Random states of a trial in training, which begin with a seed."""
+
+    any = False
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """Inside, notes whether anything is drawn."""
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(self.seed)
+        before = pickle.dumps([torch.get_rng_state(), *(state for _, state in default_states())])
+        try:
+            yield
+        finally:
+            self.any = before != pickle.dumps([torch.get_rng_state(), *(state for _, state in default_states())])
+
+
+def _alone(layer: nn.Module, block: nn.Module, draws: _Draws | None = None) -> Order | None:
     width = next((part.in_features for part in block.modules() if isinstance(part, nn.Linear)), None)
     parameter = next((p for p in block.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
@@ -74,11 +113,11 @@ def _alone(layer: nn.Module, block: nn.Module, training: bool = False) -> Order 
         path = next(name for name, each in block.named_modules() if each is layer)
         with contextlib.suppress(Exception):  # whatever a stranger's copy raises
             twin = with_values(block)
-            return _alone(twin.get_submodule(path), twin, training)
+            return _alone(twin.get_submodule(path), twin, draws)
         return None
     for shape in _SHAPES:
         wave = torch.linspace(-9, 9, 128 * width, device=parameter.device).sin()
-        found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived, training)
+        found = _run(block, {layer: block}, (wave.view(*shape, width).to(parameter.dtype),), {}, _Arrived, draws)
         if layer in found:
             return found[layer]
     return None
@@ -90,12 +129,12 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     end: type[Exception] | None = None,
-    training: bool = False,
+    draws: _Draws | None = None,
 ) -> dict[nn.Module, Order | None]:
     """The orders that one forward on trial shows; ``end`` is raised at the first layer."""
     found: dict[nn.Module, Order | None] = {}
     given: dict[nn.Module, list[Tensor]] = {}
-    with rehearsed(module, training) as parts:
+    with rehearsed(module, training=draws is not None) as parts, draws.seen() if draws else contextlib.nullcontext():
         for part in parts:
             if part in blocks:
                 part.register_forward_pre_hook(_arriving(part, blocks[part], given, found, end), with_kwargs=True)

@@ -1,4 +1,4 @@
-"""A model for a trial: it runs without hooks and in evaluation mode, and is as before afterwards."""
+"""A model for a trial: it runs without hooks and in one mode, and is as before afterwards."""
 
 from __future__ import annotations
 

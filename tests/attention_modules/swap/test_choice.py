@@ -43,7 +43,8 @@ def test_a_module_or_a_callable_of_a_name_alone_is_refused():
     model = Pyramid()
     with pytest.raises(AttentionSwapError, match="got a MultiheadAttention itself: give its name"):
         swap_attention(model, "softmax", where=model.blocks[0].attn)
-    for choice in ({"where": lambda name: True}, {"exclude": lambda name: True}):
+    cached = functools.lru_cache(lambda name: True)
+    for choice in ({"where": lambda name: True}, {"exclude": lambda name: True}, {"where": cached}):
         with pytest.raises(AttentionSwapError, match="is called with a name and a module, which it refuses"):
             swap_attention(model, "softmax", **choice)
 

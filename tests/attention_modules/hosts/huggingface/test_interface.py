@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import attnswap
 from attention_modules.hosts import attention_layers
+from attention_modules.pretrained import load_pretrained
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from lightning_tasks.callbacks import AttentionMonitor
 
@@ -229,10 +230,11 @@ def test_a_layer_may_clamp_its_queries_in_place(mechanism):
 
 NEW = "query_states = query_states.new_ones(query_states.shape)"
 ROOM = "weights = query_states.new_zeros(query_states.shape[0])"
+ALIKE = "; ".join(f"{x} = torch.where({x}.isnan(), {x}.new_zeros(()), {x})" for x in ("query_states", "key_states"))
 
 
 @pytest.mark.parametrize(
-    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx", NEW, ROOM]
+    "change", ["query_states.mul_(3.0)", "query_states[:, 0] = 0", "query_states *= self.layer_idx", NEW, ROOM, ALIKE]
 )
 def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(change, tmp_path, monkeypatch):
     from transformers.models.olmo import modeling_olmo
@@ -251,7 +253,7 @@ def test_what_changes_queries_alone_is_refused_where_a_mechanism_uses_none(chang
     config = transformers.OlmoConfig(**sizes, vocab_size=20, pad_token_id=0)
     model = importlib.import_module("modeling_own").OlmoModel(config)
     refused = pytest.raises(AttentionSwapError, match=re.escape(change))
-    with nullcontext() if change == ROOM else refused:
+    with nullcontext() if change in (ROOM, ALIKE) else refused:
         swap_attention(model, "symmetric")
     restore_attention(model)
     tokens = torch.arange(1, 9)[None]
@@ -309,6 +311,20 @@ def test_a_layer_that_does_not_say_whether_it_hides_the_future_is_asked(mechanis
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("kind", ["Splinter", "Llama"])
+def test_what_a_user_said_of_it_comes_back_with_the_folder(kind, tmp_path):
+    """Splinter has no is_causal; Llama's is changed, as of a decoder that is made an encoder."""
+    tokens, plain = torch.arange(1, 9)[None], getattr(transformers, f"{kind}Model")
+    model = plain(getattr(transformers, f"{kind}Config")(**SIZES, use_cache=False)).eval()
+    for layer in model.modules():
+        if type(layer).__name__.endswith("Attention"):
+            layer.is_causal = False
+    swap_attention(model, "linear")
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(plain, tmp_path).eval()
+    assert torch.equal(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
+
+
 @pytest.mark.parametrize("mechanism", ["linear", "gated_delta", "window"])
 def test_a_decoder_that_does_not_say_that_it_hides_the_future_is_asked_too(mechanism):
     """A Llama without its is_causal. The witness: with it."""
@@ -335,6 +351,7 @@ class Adapted(nn.Module):
 
     def __init__(self, linear):
         super().__init__()
+        self.low = nn.Linear(linear.in_features, 4)
         self.linear, self.added = linear, nn.Identity()
 
     def forward(self, x):

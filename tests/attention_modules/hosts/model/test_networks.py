@@ -432,7 +432,7 @@ def test_a_frozen_model_of_another_size_under_a_number_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.01])
-def test_a_frozen_copy_in_front_is_a_network_whatever_its_values_are(moved):
+def test_keys_in_front_of_queries_are_a_network_by_their_names(moved):
     """MoCo's keys before its queries, also where the queries' weights were loaded since."""
 
     class Encoder(nn.Module):

@@ -93,6 +93,7 @@ def test_a_plan_of_another_save_is_refused(shards: dict[str, int], tmp_path: Pat
         '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"where": "*"}, "query": true}]}',
         '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {"spec": 1}, "query": true}]}',
         '{"format": 3, "layers": [{"name": "encoder", "mechanism": "rpc", "options": {}, "query": 1}]}',
+        '{"format": 3, "layers": [{"name": "a", "mechanism": "rpc", "options": {}, "query": true, "is_causal": 1}]}',
         '{"format": 3, "layers": [%s, %s]}'
         % (('{"name": "encoder", "mechanism": "sink", "options": {}, "query": true}',) * 2),
     ],

@@ -226,7 +226,6 @@ class Lazy(Classifier):
         super().__init__()
         self.lazy, self.norm = torch.nn.LazyLinear(8), torch.nn.LazyBatchNorm1d()
         self.plain = torch.nn.LazyBatchNorm1d(affine=False)
-        self.length, self.positions = 4, torch.nn.Parameter(torch.zeros(4, 8))
         self.own, self.is_made, self.more = None, False, torch.nn.ModuleList()
         self.system = random.SystemRandom()  # which has no state
 
@@ -236,9 +235,7 @@ class Lazy(Classifier):
         if not self.is_made:
             self.more.append(torch.nn.Linear(8, 8))
             self.scale, self.is_made = torch.nn.Parameter(torch.ones(8)), True
-        if x.shape[1] != self.length:
-            self.length, self.positions = x.shape[1], torch.nn.Parameter(torch.ones(x.shape[1], 8))
-        x = self.plain((x + self.positions).mT).mT
+        x = self.plain(x.mT).mT
         return super().forward(self.norm(self.own(self.lazy(x)).mT).mT * self.scale)
 
 
@@ -252,4 +249,23 @@ def test_what_a_model_makes_in_its_first_call_stays(look):
     assert torch.equal(model(x), given)
     assert all(made[name] is now for name, now in model.named_parameters())
     assert (model.lazy.in_features, model.norm.num_features, model.plain.num_features) == (8, 8, 8)
+
+
+class Grows(Classifier):
+    """Makes a Parameter anew for sequences of another length."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.positions = 4, torch.nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, x):
+        if x.shape[1] != self.length:
+            self.length, self.positions = x.shape[1], torch.nn.Parameter(torch.ones(x.shape[1], 8))
+        return super().forward(x + self.positions)
+
+
+@pytest.mark.parametrize("look", [attnswap.attention_maps, attnswap.explore])
+def test_a_parameter_of_another_size_stays_with_what_says_so(look):
+    model, x = Grows(), torch.randn(2, 6, 8)
+    look(model, x)
     assert model.length == len(model.positions) == 6

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import attnswap
 from attention_modules.hosts.sdpa.declared import declare_host
 from lightning_tasks.callbacks import QKClip
 from tests.lightning_tasks.callbacks.modules import fit, weights_of
@@ -247,6 +248,25 @@ def test_in_half_precision(case, precision):
     else:
         fit(Trains(net), [QKClip(tau)], in_turn(batch), max_steps=1, precision=precision)
         assert largest(net.float(), batch.float()) / before == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", [torch.float16, torch.bfloat16])
+def test_queries_that_were_half_precision_before_they_were_turned(precision):
+    """Llama's rotary positions make them float32 under autocast, with the digits that they had."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 8}
+    net = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=64, **sizes))
+    optimizer, logged = torch.optim.SGD(net.parameters(), 0.0), {}
+    with (
+        warnings.catch_warnings(),
+        attnswap.watch(net, callbacks=[QKClip(1e-3)], optimizer=optimizer, log=lambda now, step: logged.update(now)),
+    ):
+        warnings.filterwarnings("error", message=f".*{OURS}")
+        with torch.autocast("cpu", precision):
+            loss = net(torch.randint(64, (2, 64)), use_cache=False).last_hidden_state.square().mean()
+        loss.backward()
+        optimizer.step()
+    assert logged["qk_clip/clipped_heads"] == 8
 
 
 class Hooked(Changing):
