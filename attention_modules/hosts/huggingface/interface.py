@@ -176,8 +176,8 @@ def _plain(
     is_causal: bool | None,
     arguments: Mapping[str, Any],
 ) -> _Plain | None:
-    """What a layer that is only watched computes; None of another layer."""
-    if not module.mechanism.stands_in or arguments.get("cache") is not None:
+    """What a layer that is only watched computes; None of another layer, or where its mask is another for our function."""
+    if not module.mechanism.stands_in or given_of(arguments, ("cache", "indices")):
         return None
     function = _function_of(module.plain_class, module.plain_config._attn_implementation)
     given = {name: value for name, value in arguments.items() if name != WINDOWS}

@@ -365,3 +365,17 @@ def test_a_layer_of_ones_own_calls_the_function_as_it_did(mask):
             model(x, given).square().mean().backward()
         found.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_layers_that_hand_indices_of_keys_to_another_function(implementation):
+    """Those of DeepSeek V3.2 mask keys themselves for these two implementations, and leave that to all others."""
+    pytest.importorskip("transformers")
+    from tests.attention_modules.hosts.huggingface.tiny import classes_of, running
+
+    model, inputs = running(classes_of("deepseek_v32")[1][-1])
+    model.set_attn_implementation(implementation)
+    plain = model(**inputs)[0]
+    with attnswap.watch(model.train(), callbacks=[AttentionMonitor(1)], log=dict):
+        torch.testing.assert_close(model(**inputs)[0], plain)
