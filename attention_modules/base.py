@@ -111,9 +111,10 @@ class AttentionMechanism(nn.Module):
     row_masks: ClassVar[bool] = True
     """Whether rows may see different keys; where False, it takes padding masks alone, and what ``causality`` says."""
     softmax_like: ClassVar[bool] = False
-    stands_in: bool = False  # in a layer that is only watched, so that it gives what the plain layer computes
     """Whether all keys share the weights of a row by q kᵀ · scale plus the mask and nothing else, so that a bound on
     the logits may be given to it as a mask, and a sink as a further key whose value is zero."""
+    stands_in: bool = False
+    """Whether its layer is only watched, so that it gives what the plain layer computes."""
     surrogate_gradient: bool = False
     """Whether, by its definition, its gradient is not that of its output (straight-through, detached statistics)."""
     own_logits: ClassVar[str | None] = None

@@ -86,14 +86,27 @@ def load_pretrained(
     model.__class__ = plain
     _check_as_saved(model)
     places = _places(model, plan.names)
-    for layer in plan.layers:
-        if "is_causal" in layer and layer["name"] in places:
-            model.get_submodule(places[layer["name"]]).is_causal = layer["is_causal"]  # which a user may have said
+    _tell_what_is_causal(model, plan, places, folder, hub)
     if len(swaps) > 1:  # a mechanism may read the values of layers whose turn is to come
         swap_attention(model, "softmax", where=list(places.values()))
     for swap in swaps:
         swap.carry_out(model, places, tensors)
     return loaded
+
+
+def _tell_what_is_causal(
+    model: Any, plan: _Plan, places: Mapping[str, str], folder: str | os.PathLike[str], hub: Mapping[str, Any]
+) -> None:
+    """Give layers their ``is_causal`` of then, which a user may have set, unless the configuration has changed."""
+    from transformers import PretrainedConfig
+
+    saved = PretrainedConfig.get_config_dict(folder, **hub)[0]
+    same = saved.get("is_decoder", False) == getattr(model.config, "is_decoder", False)
+    for each in plan.layers:
+        if "is_causal" in each and each["name"] in places:
+            layer = model.get_submodule(places[each["name"]])
+            if same or not hasattr(layer, "is_causal"):
+                layer.is_causal = each["is_causal"]
 
 
 def _check_as_saved(model: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,11 @@ class Widths:
         return self.of(letter) * (self.heads if letter == "q" else self.key_heads)
 
 
+def commonest(widths: Sequence[int]) -> int:
+    """That of a linear layer among those of adapters beside and behind it."""
+    return max(widths, key=lambda width: (widths.count(width), width))
+
+
 def features_of(layer: nn.Module, path: str) -> int:
     """How many features a projection takes.
 
@@ -51,7 +56,7 @@ def features_of(layer: nn.Module, path: str) -> int:
     if isinstance(widths[0], int):
         return widths[0]
     if inner := [width for width in widths if isinstance(width, int)]:
-        return max(inner)  # one that is wrapped by hand stands inside, as beside adapters of a low rank
+        return commonest(inner)  # one that is wrapped by hand stands inside
     raise AttentionSwapError(f"its projection {path!r} is a {type(projection).__name__}, and no linear layer")
 
 

@@ -76,19 +76,19 @@ class SoftmaxAttention(AttentionMechanism):
         dropout_p: float = 0.0,
         scale: float | None = None,
         weights: list[Tensor] | None = None,
-        plain: Callable[[], Tensor] | None = None,
+        plain: Callable[..., Tensor | None] | None = None,
     ) -> Tensor:
         """Mix the values; ``attn_mask`` and ``is_causal`` may come together.
 
         Where ``weights`` is a list, the map ``[B, H, N, M]`` is made, after dropout as in nn.MultiheadAttention, and
-        added to it. ``plain`` computes the output in place of all that.
+        added to it. Where ``plain`` is given, and has an output for these q, k and v, that is it.
 
         Raises:
             TypeError: if the mask is neither boolean nor floating.
             ValueError: if its shape does not fit, or ``is_causal`` meets a key-value cache.
         """
-        if plain is not None:
-            return plain()
+        if plain is not None and (out := plain(q, k, v)) is not None:
+            return out
         if weights is None:
             return softmax_attention(
                 q, k, v, attn_mask=attn_mask, is_causal=is_causal, dropout_p=dropout_p, scale=scale

@@ -175,7 +175,8 @@ class NonFiniteGuard(Callback):
             raise ValueError("NonFiniteGuard: DeepSpeed keeps gradients in its own buffers; use DDP, or no guard")
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]  # not declared there
         last = max((at for at, each in enumerate(callbacks) if isinstance(each, LocAteR)), default=0)
-        if (own := callbacks.index(self)) < last:  # a new list, as the old one is being walked through
+        own = next((at for at, each in enumerate(callbacks) if each is self), last)
+        if own < last:  # a new list, as the old one is being walked through
             before, behind = callbacks[: last + 1], callbacks[last + 1 :]
             trainer.callbacks = [*before[:own], *before[own + 1 :], self, *behind]  # type: ignore[attr-defined]
         self.skipped = self._in_a_row = 0

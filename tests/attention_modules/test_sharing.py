@@ -554,3 +554,13 @@ def test_a_block_that_picks_or_moves_in_training_alone_is_refused(way, mechanism
         swap_attention(model, mechanism)
     assert torch.equal(torch.get_rng_state(), state)
     swap_attention(model, "softmax")
+
+
+def test_a_trial_in_training_seeds_no_device_and_ends_where_nothing_is_drawn(monkeypatch):
+    seeded, tried = [], []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    forward = Picks.forward
+    monkeypatch.setattr(Picks, "forward", lambda self, x: tried.append(self.training) or forward(self, x))
+    swap_attention(nn.Sequential(*(Picks("not at all") for _ in range(3))), "value_residual")
+    assert not seeded
+    assert tried.count(True) == 3

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -75,7 +75,11 @@ def mechanism_attention_forward(
     if unread := unread_masks(module.plain_config):  # chosen after the swap: without masks the future would be seen
         raise NotImplementedError(f"a swapped layer cannot act: {unread}")
     _check_given(mechanism, kwargs, attention_mask)
-    plain = _plain(module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
+    said = {} if is_causal is None else {"is_causal": is_causal}
+    own = {name: given for name, given in kwargs.items() if name != WINDOWS}
+    plain = _Plain.of(
+        module, (query, key, value, attention_mask), {"dropout": dropout, "scaling": scaling, **said, **own}
+    )
     if attention_mask is not None and kwargs.get(WINDOWS) is not None:  # whose -100 hides for softmax alone
         hidden = kwargs[WINDOWS] < -50
         hidden = hidden.repeat(query.shape[0] // hidden.shape[0], 1, 1).unsqueeze(1)
@@ -126,12 +130,12 @@ def mechanism_attention_forward(
         attention_mask, key, value = with_key(attention_mask, query, key, value, kwargs[name])
     weights = ShownMap(keys)
     asked: dict[str, Any] = {}
-    if plain is not None:
-        asked = {"plain": plain}
-    elif mechanism.gives_weights:
+    if mechanism.gives_weights:
         # Nobody collects the outputs of a checkpointed part of the model when backward computes it again.
         wanted = as_before(module, _attentions_asked(module, kwargs))
         asked = {"weights": weights} if wanted else {}
+    if plain is not None:
+        asked["plain"], plain.sent = plain, (query, key, value)
     x: Any = _input_of(kwargs.get(INPUT), query) if "x" in mechanism.needs else None
     out = module.mix(
         query,
@@ -146,51 +150,41 @@ def mechanism_attention_forward(
         **remembered,
     )
     nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
-    if plain is not None:
-        return out.transpose(1, 2), plain.weights
+    if plain is not None and plain.out is not None:
+        return plain.out
     return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
 
 
 class _Plain:
-    """The call that the plain layer makes."""
+    """The call that a layer makes which is only watched.
 
-    weights: Tensor | None = None
+    Args:
+        call: of the plain layer's attention function.
+    """
 
     def __init__(self, call: Callable[[], tuple[Tensor, Tensor | None]]) -> None:
         self.call = call
+        self.sent: tuple[Tensor, ...] = ()
+        self.out: tuple[Tensor, Tensor | None] | None = None
 
-    def __call__(self) -> Tensor:
-        """Its output, ``[B, H, N, d]``."""
-        out, self.weights = self.call()
-        return out.transpose(1, 2)
+    def __call__(self, *handed: Tensor) -> Tensor | None:
+        """Its output, ``[B, H, N, d]``; None for others than were sent, by which a penalty enters."""
+        if any(one is not other for one, other in zip(handed, self.sent, strict=True)):
+            return None
+        self.out = self.call()
+        return self.out[0].transpose(1, 2)
 
-
-def _plain(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    is_causal: bool | None,
-    arguments: Mapping[str, Any],
-) -> _Plain | None:
-    """What a layer that is only watched computes; None of another layer, or where its mask is another for our function."""
-    if not module.mechanism.stands_in or given_of(arguments, ("cache", "indices")):
-        return None
-    function = _function_of(module.plain_class, module.plain_config._attn_implementation)
-    given = {name: value for name, value in arguments.items() if name != WINDOWS}
-    given |= {"dropout": dropout, "scaling": scaling}
-    given |= {} if is_causal is None else {"is_causal": is_causal}
-    return None if function is None else _Plain(partial(function, module, query, key, value, mask, **given))
-
-
-@torch.compiler.assume_constant_result  # what reads source text would break the graph
-def _function_of(kind: type[nn.Module], implementation: str | None) -> Callable[..., Any] | None:
-    call = interface_call(kind)
-    assert isinstance(call, InterfaceCall)
-    return call.function(implementation)
+    @classmethod
+    def of(cls, module: Any, tensors: Sequence[Tensor | None], arguments: Mapping[str, Any]) -> _Plain | None:
+        """What a layer is to compute with q, k, v and the mask; None where it is swapped, compiled, or has another mask
+        for our function than for its own.
+        """
+        if not module.mechanism.stands_in or torch.compiler.is_compiling() or given_of(arguments, ("cache", "indices")):
+            return None
+        call = interface_call(module.plain_class)
+        assert isinstance(call, InterfaceCall)
+        function = call.function(module.plain_config._attn_implementation)
+        return None if function is None else cls(partial(function, module, *tensors, **arguments))
 
 
 def shifts(layer: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from attention_modules.hosts.forwards import definer
+from attention_modules.hosts.projections import commonest
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become, query_parts
 from attention_modules.hosts.weights import Rows
 
@@ -75,9 +76,9 @@ def groups_of(layer: Any) -> int:
     names = separate(layer)
     if names is None:
         return 1
-    # One that is wrapped by hand stands inside, as beside adapters of a low rank.
-    sizes = [[getattr(each, "out_features", 1) for each in getattr(layer, name).modules()] for name in names[:2]]
-    queries, keys = (size[0] if size[0] > 1 else max(size) for size in sizes)
+    sizes = [[getattr(each, "out_features", 0) for each in getattr(layer, name).modules()] for name in names[:2]]
+    # One that is wrapped by hand stands inside.
+    queries, keys = (size[0] or commonest([*filter(None, size)] or [1]) for size in sizes)
     return 1 if queries % keys else int(queries // keys)
 
 

@@ -83,7 +83,7 @@ def _in_training(layer: nn.Module, block: nn.Module) -> Iterator[Order | None]:
 
 
 class _Draws:
-    """Random states of a trial in training, which begin with a seed."""
+    """Random states on the CPU of a trial in training, which begin with a seed."""
 
     any = False
 
@@ -93,15 +93,19 @@ class _Draws:
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         """Inside, notes whether anything is drawn."""
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)  # not those of devices, which nobody would put back
         random.seed(self.seed)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed(self.seed)
-        before = pickle.dumps([torch.get_rng_state(), *(state for _, state in default_states())])
+        before = _states()
         try:
             yield
         finally:
-            self.any = before != pickle.dumps([torch.get_rng_state(), *(state for _, state in default_states())])
+            self.any = before != _states()
+
+
+def _states() -> bytes:
+    return pickle.dumps([torch.get_rng_state().tolist(), *(state for _, state in default_states())])
 
 
 def _alone(layer: nn.Module, block: nn.Module, draws: _Draws | None = None) -> Order | None:

@@ -183,7 +183,9 @@ class SwappedSDPA(Swapped):
         asked: dict[str, Any] = {}
         if mechanism.stands_in:
 
-            def plain() -> Tensor:
+            def plain(*handed: Tensor) -> Tensor | None:
+                if any(one is not other for one, other in zip(handed, (q, k, v), strict=True)):
+                    return None  # a penalty has put others in their place
                 own = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal, "scale": scale}
                 grouped: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
                 out = TARGET(query, key, value, **own, **grouped)  # type: ignore[arg-type]

@@ -325,6 +325,19 @@ def test_what_a_user_said_of_it_comes_back_with_the_folder(kind, tmp_path):
     assert torch.equal(loaded(tokens).last_hidden_state, model(tokens).last_hidden_state)
 
 
+@pytest.mark.parametrize("mechanism", ["sink", "linear"])
+@pytest.mark.parametrize("decoder", [True, False])
+def test_a_folder_that_is_loaded_as_a_decoder_hides_the_future(decoder, mechanism, tmp_path):
+    config = transformers.BertConfig(**SIZES, is_decoder=not decoder, use_cache=False)
+    model = transformers.BertModel(config, add_pooling_layer=False)
+    swap_attention(model, mechanism)
+    model.save_pretrained(tmp_path)
+    loaded = load_pretrained(transformers.BertModel, tmp_path, is_decoder=decoder, add_pooling_layer=False).eval()
+    one, other = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    first, second = (loaded(each[None]).last_hidden_state[0, :3] for each in (one, other))
+    assert torch.equal(first, second) is decoder
+
+
 @pytest.mark.parametrize("mechanism", ["linear", "gated_delta", "window"])
 def test_a_decoder_that_does_not_say_that_it_hides_the_future_is_asked_too(mechanism):
     """A Llama without its is_causal. The witness: with it."""

@@ -379,3 +379,56 @@ def test_layers_that_hand_indices_of_keys_to_another_function(implementation):
     plain = model(**inputs)[0]
     with attnswap.watch(model.train(), callbacks=[AttentionMonitor(1)], log=dict):
         torch.testing.assert_close(model(**inputs)[0], plain)
+
+
+class OfTokens(nn.Module):
+    """A model of tokens, in place of one of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.around = nn.Embedding(50, 32), Around().eval()
+
+    def forward(self, input_ids):
+        return (self.around(self.embedding(input_ids)),)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", None])
+@pytest.mark.parametrize("penalty", [EntropyRegularizer, AttentionDiversification])
+def test_a_penalty_acts_on_plain_layers_as_on_those_with_softmax(penalty, implementation):
+    """Also beside a monitor, and where keys are shared."""
+    found, tokens = [], torch.randint(1, 50, (3, 10), generator=torch.Generator().manual_seed(0))
+    for swapped, weight in ((False, 100.0), (True, 100.0), (False, 0.0)):
+        torch.manual_seed(0)
+        model = OfTokens() if implementation is None else small("Llama", num_key_value_heads=2, attention_dropout=0.0)
+        if implementation is not None:
+            model.set_attn_implementation(implementation)
+        if swapped:
+            swap_attention(model, "softmax")
+        optimizer, logged = torch.optim.SGD(model.parameters(), 0.0), {}
+        callbacks = [AttentionMonitor(1), penalty(weight, **({"target": 0.3} if penalty is EntropyRegularizer else {}))]
+        with attnswap.watch(
+            model, callbacks=callbacks, optimizer=optimizer, log=lambda now, step, into=logged: into.update(now)
+        ):
+            (model(input_ids=tokens)[0] ** 3).mean().backward()
+            gradients = torch.cat([each.grad.flatten() for each in model.parameters()])
+            optimizer.step()
+        found.append((gradients, {name: value for name, value in logged.items() if "penalty" in name}))
+    (plain, logged), (swapped, as_logged), (without, _) = found
+    assert logged.keys() == as_logged.keys()
+    assert logged
+    torch.testing.assert_close(plain, swapped)
+    assert (plain - without).abs().max() > 1e-3 or not any(logged.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_compiled_model_of_transformers_is_watched(implementation):
+    model, tokens, logged = small("Bert"), torch.randint(1, 50, (3, 10)), []
+    model.set_attn_implementation(implementation)
+    compiled = torch.compile(model.eval().train(), backend="eager", fullgraph=True)
+    with attnswap.watch(compiled, callbacks=[AttentionMonitor(2)], log=lambda now, step: logged.append(step)):
+        for _ in range(3):
+            compiled(input_ids=tokens).logits.square().mean().backward()
+            torch.optim.SGD(model.parameters(), 0.1).step()
+    assert logged == [0, 2]
