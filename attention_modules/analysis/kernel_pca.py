@@ -143,6 +143,11 @@ def mixed_values(
     return scaled_values(k, v, mechanism.s_of(k), hide(attn_mask), is_causal, scale)
 
 
+def queries_at_kernel_scale(q: Tensor, scale: float | None) -> Tensor:
+    """Queries whose logits with the same keys are those of ``scale``, at 1/sqrt(d): some layers scale their queries."""
+    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+
+
 def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None = None) -> KernelPCA:
     """The values that the reading predicts from the keys alone, V̂ = G A - G 1_N A.
 

@@ -121,17 +121,12 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
         raise ValueError(f"the bound is for plain softmax attention, and does not cover {layer.name!r}: {reason}")
     w_q, w_k = layer.qk_weights()
     heads = layer.spec.num_heads
-    module: Any = layer.module
     width = w_q.shape[0] * w_q.shape[1]
     values, out, bias = _value_and_output(layer, width)
     w_v = values.weight().unflatten(0, (heads, -1))
     w_o = None if out is None else out.weight().unflatten(1, (heads, -1)).transpose(0, 1)
     b_q = None if bias is None else bias[:width].unflatten(0, (heads, -1))
-    if isinstance(layer.host, DeclaredHost):
-        scale = layer.host.seam(module).scale
-    else:
-        scale = getattr(module, "scaling" if layer.host.name == _HUGGING_FACE else "scale", None)
-    return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=scale)
+    return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=layer.scale)
 
 
 def _value_and_output(layer: AttentionLayer, width: int) -> tuple[Rows, Rows | None, Tensor | None]:

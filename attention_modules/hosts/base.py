@@ -347,6 +347,10 @@ class Host(ABC):
         """Query heads that share one key head."""
         return 1
 
+    def scale(self, layer: Any) -> float | None:
+        """Factor on q kᵀ of what its projections give; None for 1/sqrt(d)."""
+        return None
+
     def qk_biases(self, layer: Any) -> tuple[Rows | None, Rows | None]:
         """The query's and the key's rows of the projection's bias, as the layer is now; None where it has none."""
         query, key = (_bias_of(rows) for rows in self.qk_rows(layer))
@@ -557,6 +561,12 @@ class AttentionLayer:
     def spectrum_caveat(self) -> str | None:
         """Why the spectrum of W_qᵀ W_k is not that of the logits (rope, q/k norm), if so."""
         return self.host.caveat(self.module)
+
+    @property
+    def scale(self) -> float:
+        """Factor on q kᵀ of what its projections give."""
+        factor = self.host.scale(self.module)
+        return self.spec.head_dim**-0.5 if factor is None else factor
 
     def _rows(self) -> tuple[Rows, Rows]:
         reason = self.host.weights_refusal(self.module)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from attention_modules import AttentionMechanism, softmax_attention, swap_attention
 from attention_modules.analysis import compare_values, gamma_constancy, kernel_pca, projection_loss
-from attention_modules.analysis.kernel_pca import mixed_values
+from attention_modules.analysis.kernel_pca import mixed_values, queries_at_kernel_scale
 from attention_modules.base import described, queries_of
 from attention_modules.hosts import attention_layers
 from lightning_tasks.analyses.inputs import add_arguments, add_mechanism, described_weights, read_inputs, read_subject
@@ -108,6 +108,8 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
         q = queries_of(mechanism, q, k)
+        if mechanism.uses_query:
+            q, scale = queries_at_kernel_scale(q, scale), None
         seen[name] = Seen(x, described(mechanism), q, k, v, out, mask, causal, scale)
 
     handles = []

@@ -19,7 +19,7 @@ from attention_modules import (
     softmax_attention,
 )
 from attention_modules.analysis import eigen_residual, projection_loss
-from attention_modules.analysis.kernel_pca import mixed_values
+from attention_modules.analysis.kernel_pca import mixed_values, queries_at_kernel_scale
 from attention_modules.base import described, queries_of
 from attention_modules.hosts import AttentionLayer
 from attention_modules.masks import seen_tokens
@@ -142,6 +142,8 @@ def _measured(
     q = queries_of(mechanism, q, k)
     mixed = mixed_values(mechanism, q, k, v, **given)
     h = softmax_attention(q, k, mixed, **given)
+    if mechanism.uses_query:
+        q, given = queries_at_kernel_scale(q, given["scale"]), given | {"scale": None}
     mask = given["attn_mask"]
     seen = seen_tokens(mask, q, k)
     if seen is None or bool(seen.all()):

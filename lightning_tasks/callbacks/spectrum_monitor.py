@@ -40,7 +40,8 @@ class SpectrumMonitor(Callback):
     neither leaves ``qk_spectrum_eigenvalues.png`` when its training ends: the histograms of up to 64 of its records.
 
     The standard deviation of the logits that such weights give tokens of mean 0 and variance 1 that have nothing in
-    common is sqrt(scale / head_dim), with a layer's ``scale`` as it is logged. Above 50 (entropy collapse in sight) and
+    common is sqrt(scale) times its factor on q kᵀ (1 / sqrt(head_dim) in most layers, 1 in T5), with ``scale`` as it is
+    logged. Above 50 (entropy collapse in sight) and
     below 0.001 (all rows attend alike) it is warned of in words, each once; not of layers whose logits are no such
     products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing. Weights that
     are NaN or infinite are warned of, too, and their heads' eigenvalues left out of histograms and the figure.
@@ -128,7 +129,7 @@ class SpectrumMonitor(Callback):
         layers = attention_layers(pl_module, self.where, self.layers, self.exclude)
         scales = [logged[_logged_name("scale", layer_label(layer))] for layer in layers]
         seen = {
-            ("logit_deviation", layer.name): (scale / layer.spec.head_dim) ** 0.5
+            ("logit_deviation", layer.name): scale**0.5 * layer.scale
             for layer, scale in zip(layers, scales, strict=True)
             if layer.spectrum_caveat is None
         }

@@ -165,6 +165,11 @@ def _given(layer: nn.Module, names: Sequence[str]) -> list[str]:
     return [name for name in names if name in given and _value(layer, given[name]) is not None]
 
 
+def _query_factor(layer: nn.Module) -> float | None:
+    """What the forward multiplies its queries by; None where that is no number."""
+    return query_path(_call_of(layer)).factor(layer)
+
+
 @functools.cache
 def _is_softmax(function: Callable[..., Any]) -> bool:
     """Whether an attention function is softmax attention, tried on random numbers."""
@@ -203,6 +208,19 @@ class HuggingFaceHost(Host):
         if kind.__module__.startswith("transformers.models.") and "Attention" in kind.__name__:
             return "its forward does not call transformers' attention interface"
         return None
+
+    def scale(self, layer: Any) -> float | None:
+        try:
+            given: Any = eval(_call_of(layer).given.get("scaling", "None"), {"__builtins__": {}}, {"self": layer})
+        except (NameError, AttributeError):  # the forward makes it
+            given = getattr(layer, "scaling", None)
+        number = given if isinstance(given, int | float) else None
+        factor = _query_factor(layer)
+        if factor in (None, 1.0):
+            return number
+        heads = heads_of(layer)
+        assert heads is not None
+        return factor * (heads[1] ** -0.5 if number is None else number)
 
     @staticmethod
     def _unfit(module: nn.Module) -> str | None:
@@ -365,16 +383,16 @@ class HuggingFaceHost(Host):
             layer.plain_config = layer.config
             layer.config = copy.copy(layer.config)
             layer.config._attn_implementation_internal = INTERFACE
+        layer.query_factor = _query_factor(layer) or 1.0
 
     def remove(self, layer: Any) -> None:
         super().remove(layer)
         layer.config = layer.plain_config
-        del layer.plain_config
+        del layer.plain_config, layer.query_factor
 
     def _drop_query(self, layer: Any) -> None:
         name = query_projection(layer)
         assert name is not None
-        layer.query_factor = query_path(_call_of(layer)).factor(layer)
         super()._drop_query(layer)
         if joint(layer) == name:
             without_query(layer, name)
@@ -382,7 +400,6 @@ class HuggingFaceHost(Host):
     def _restore_query(self, layer: Any) -> None:
         if layer.dropped_query:
             with_query(layer.get_submodule(layer.dropped_query[0].owner))
-            del layer.query_factor
         super()._restore_query(layer)
 
 
@@ -466,7 +483,7 @@ def _path_refusal(layer: nn.Module, projection: str) -> str | None:
             made_of = f"its queries are made of {_either(queries)} and its keys of {_either(keys)}"
             return f"{made_of}; use a mechanism with a query"
     path = query_path(call)
-    if path.other is not None or path.factor(layer) is None:
+    if path.other is not None or _query_factor(layer) is None:
         what = path.other or " * ".join(path.factors)
         return f"its forward computes {what!r} for queries alone, which keys cannot stand in for"
     own = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {projection}

@@ -104,6 +104,8 @@ def mechanism_attention_forward(
             query = own_keys
         elif mechanism.cache != "whole sequence":
             query = keys_of_new(kwargs, module, key, query.shape[2])
+    elif not mechanism.softmax_like and module.query_factor != 1.0:  # to which it may make a difference
+        query, scaling = query / module.query_factor, module.without_query_scale(scaling, query)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

@@ -353,6 +353,9 @@ class SDPAHost(Host):
             )
         return other_kernel(module, found)
 
+    def scale(self, layer: nn.Module) -> float | None:
+        return self.seam(layer).scale
+
     def seam(self, layer: nn.Module) -> Seam:
         """What is known of the layer, of a recorded or tried call; of a swapped one what was when it was swapped."""
         if isinstance(layer, SwappedSDPA):

@@ -407,3 +407,40 @@ def test_a_look_under_autocast_where_values_are_narrower_than_queries(mechanism,
     assert entropies
     for key in entropies:
         assert float(found[1][key]) == pytest.approx(float(found[0][key]), abs=0.05)
+
+
+def scaling_queries(kind):
+    """A model, its input and its first attention layer; OPT's and Whisper's multiply their queries themselves."""
+    torch.manual_seed(0)
+    if kind == "OPT":
+        sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = transformers.OPTConfig(**sizes, vocab_size=20, word_embed_proj_dim=32, init_std=0.3, use_cache=False)
+        model = transformers.OPTModel(config).eval()
+        return model, torch.arange(1, 9)[None], model.decoder.layers[0].self_attn
+    sizes = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "num_mel_bins": 8}
+    config = transformers.WhisperConfig(**sizes, max_source_positions=20, init_std=0.3)
+    model = transformers.models.whisper.modeling_whisper.WhisperEncoder(config).eval()
+    return model, torch.randn(2, 8, 40), model.layers[0].self_attn
+
+
+SCALED = [(kind, each) for kind in ("OPT", "Whisper") for each in ("l2", "qk_norm", "scaled", "ssmax", "symmetric")]
+
+
+@pytest.mark.parametrize(("kind", "mechanism"), [*SCALED, ("Whisper", "rkde"), ("OPT", "differential")])
+def test_a_mechanism_is_given_queries_as_they_were_before_a_layer_scales_them(kind, mechanism):
+    """The witness: the mechanism with what the projections give, at 1/sqrt(d)."""
+    model, x, layer = scaling_queries(kind)
+    swap_attention(model, mechanism, where=["*self_attn"])
+    made, calls = {}, []
+    for name in ("q_proj", "k_proj", "v_proj"):
+        part = getattr(layer, name)
+        part.register_forward_hook(lambda _, args, out, name=name: made.update({name: out}))
+    hook = layer.mechanism.register_forward_hook(lambda *call: calls.append(call[2:]), with_kwargs=True)
+    model(x)
+    hook.remove()
+    ((given, out),) = calls
+    heads = {name: each.unflatten(-1, (4, 8)).transpose(1, 2) for name, each in made.items() if each is not None}
+    q = heads["k_proj" if mechanism == "symmetric" else "q_proj"]
+    expected = layer.mechanism(q, heads["k_proj"], heads["v_proj"], **{**given, "scale": None})
+    torch.testing.assert_close(out, expected)
+    restore_attention(model)

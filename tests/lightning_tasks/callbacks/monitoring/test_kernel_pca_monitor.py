@@ -3,6 +3,7 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import SelfAttention, softmax_attention, swap_attention
@@ -110,3 +111,33 @@ def test_without_a_query_a_call_that_continues_from_a_cache_is_of_the_new_tokens
     wanted = (rows[..., :4].mean() + rows[..., 4:].mean()) / 2  # of the two calls
     found = trainer.callback_metrics["val/kernel_pca/projection_loss/layer_00"]
     torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-6)
+
+
+class Scales(torch.nn.Module):
+    """A layer that multiplies its queries by 1/sqrt(d), before the call or by it."""
+
+    def __init__(self, before):
+        super().__init__()
+        self.qkv, self.before = torch.nn.Linear(16, 48), before
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, scale = (q * 8**-0.5, 1.0) if self.before else (q, None)
+        return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2).flatten(2)
+
+
+class Net(pl.LightningModule):
+    def __init__(self, before):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(Scales(before))
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+
+def test_it_does_not_matter_where_a_layer_scales_its_logits():
+    found = [evaluated(Net(before)) for before in (False, True)]
+    assert len(found[0]) == 3
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)

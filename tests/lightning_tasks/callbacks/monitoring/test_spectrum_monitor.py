@@ -6,11 +6,15 @@ import re
 
 import numpy as np
 import pytest
+import timm
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
+from torch.nn import functional as F
 
+from attention_modules import SelfAttention, declare_host, swap_attention
 from attention_modules.analysis import qk_spectrum, qk_statistics
+from attention_modules.hosts import attention_layers
 from lightning_tasks.callbacks import Callback, SpectrumMonitor
 from lightning_tasks.callbacks.monitoring.warnings import SPECTRUM_SIGNS
 from lightning_tasks.figures.spectrum import draw_spectra
@@ -220,3 +224,71 @@ def test_logit_deviation_is_that_of_independent_tokens():
     logits = (q @ w_q[0].T) * (k @ w_k[0].T) / 2  # head_dim 4
     expected = (qk_statistics(w_q, w_k)["scale"][0] / 4).sqrt().item()
     assert logits.sum(-1).std().item() == pytest.approx(expected, rel=0.05)
+
+
+class Own(torch.nn.Module):
+    """A layer of one's own with another factor on its logits."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.qkv, self.scale, self.heads = torch.nn.Linear(32, 96, bias=False), scale, 4
+
+    def forward(self, x):
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(2)
+
+
+declare_host(Own, qkv="qkv", heads="heads")
+
+
+def of_transformers(name, **more):
+    """A small model, and where its layer has its factor."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = getattr(transformers, f"{name}Config")(vocab_size=20, **more)
+    return getattr(transformers, {"T5": "T5EncoderModel"}.get(name, f"{name}Model"))(config)
+
+
+def opt():
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return of_transformers("OPT", **sizes, word_embed_proj_dim=32)
+
+
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4}
+FACTORS = {
+    "own": (lambda: torch.nn.Sequential(Own(None)), 8**-0.5),
+    "own, 1": (lambda: torch.nn.Sequential(Own(1.0)), 1.0),
+    "torch": (lambda: torch.nn.TransformerEncoderLayer(32, 4), 8**-0.5),
+    "SelfAttention": (lambda: SelfAttention(32, 4), 8**-0.5),
+    "GPT-2": (lambda: of_transformers("GPT2", **GPT2), 8**-0.5),
+    "GPT-2, unscaled": (lambda: of_transformers("GPT2", **GPT2, scale_attn_weights=False), 1.0),
+    "T5": (lambda: of_transformers("T5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4), 1.0),
+    "OPT": (opt, 8**-0.5),
+    "timm": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1), 64**-0.5),
+}
+
+
+@pytest.mark.parametrize("mechanism", [None, "softmax"])
+@pytest.mark.parametrize("case", FACTORS)
+def test_the_deviation_is_of_logits_with_the_factor_of_the_layer(case, mechanism):
+    build, factor = FACTORS[case]
+    model = build()
+    if mechanism is not None and case != "SelfAttention":
+        swap_attention(model, mechanism)
+    (layer,) = attention_layers(model)
+    assert layer.scale == pytest.approx(factor)
+
+
+def test_the_warning_is_of_the_factor_of_the_layer(recwarn):
+    class Of(TinyLM):
+        def __init__(self, scale):
+            super().__init__(lr=0.0)
+            self.own = Own(scale)
+            torch.nn.init.normal_(self.own.qkv.weight, std=1.0)
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * self.own(torch.randn(1, 3, 32)).sum()
+
+    for scale in (None, 1.0):  # ‖W_qᵀ W_k‖_F is about 90
+        fit(Of(scale), [SpectrumMonitor(every_n_steps=1, where="own")], max_epochs=1)
+        said = [str(one.message) for one in recwarn if "entropy collapse in sight" in str(one.message)]
+        assert len(said) == (scale is not None)
