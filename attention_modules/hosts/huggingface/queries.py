@@ -25,6 +25,7 @@ _KEY_FOR = {"queries": "keys", "query": "key", "q": "k"}
 _ARRANGING = {
     *("view", "reshape", "transpose", "permute", "contiguous", "flatten", "unflatten", "squeeze", "unsqueeze"),
     *("expand", "chunk", "split", "unbind", "movedim", "swapaxes", "swapdims", "view_as", "clone"),
+    "_shape",  # of many layers
     *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
     *("size", "dim", "numel", "len", "stride", "is_contiguous", "is_floating_point", "get_device"),
 }

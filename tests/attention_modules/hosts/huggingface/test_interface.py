@@ -418,12 +418,18 @@ def scaling_queries(kind):
         model = transformers.OPTModel(config).eval()
         return model, torch.arange(1, 9)[None], model.decoder.layers[0].self_attn
     sizes = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "num_mel_bins": 8}
-    config = transformers.WhisperConfig(**sizes, max_source_positions=20, init_std=0.3)
-    model = transformers.models.whisper.modeling_whisper.WhisperEncoder(config).eval()
-    return model, torch.randn(2, 8, 40), model.layers[0].self_attn
+    config = getattr(transformers, {"Whisper": "WhisperConfig"}.get(kind, f"{kind}EncoderConfig"))
+    config = config(**sizes, max_source_positions=20, init_std=0.3)
+    model = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
+    model = getattr(model, f"{kind}Encoder")(config).eval()
+    return model, torch.randn(2, 8, 40), model.layers[0].self_attn  # Qwen2Audio's with another helper around
 
 
-SCALED = [(kind, each) for kind in ("OPT", "Whisper") for each in ("l2", "qk_norm", "scaled", "ssmax", "symmetric")]
+SCALED = [
+    (kind, each)
+    for kind in ("OPT", "Whisper", "Qwen2Audio")
+    for each in ("l2", "qk_norm", "scaled", "ssmax", "symmetric")
+]
 
 
 @pytest.mark.parametrize(("kind", "mechanism"), [*SCALED, ("Whisper", "rkde"), ("OPT", "differential")])
