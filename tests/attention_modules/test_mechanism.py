@@ -1,8 +1,10 @@
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
+from torch import nn
 
 from attention_modules import (
     AttentionMechanism,
@@ -135,6 +137,25 @@ def test_empty_tensors_are_reset_to_those_of_a_new_mechanism(name):
         parameter.data.fill_(torch.nan)
     mechanism.reset_parameters()
     assert all(tensor.isfinite().all() for tensor in mechanism.state_dict().values())
+
+
+@pytest.mark.parametrize("depth", [None, 1, 40])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_lambda_of_a_depth_is_that_of_the_paper_in_each_dtype(depth, dtype):
+    spec = AttentionSpec(dim=16, num_heads=2, head_dim=8, layer_index=depth)
+    with torch.device("meta"):
+        mechanism = build_mechanism("differential", spec).to(dtype)
+    assert "pairs='features'" in repr(mechanism)
+    mechanism.to_empty(device="cpu").reset_parameters()
+    expected = 0.8 - 0.6 * math.exp(-0.3 * (depth or 0))
+    limit = 1e-15 if dtype == torch.float64 else 1e-7
+    assert mechanism.lambda_init.item() == pytest.approx(expected, abs=limit)
+    for name, vector in mechanism.named_parameters():
+        nn.init.constant_(vector, 0.5 if "1" in name else 0.0)
+    found = mechanism.lam()
+    assert found.dtype == dtype
+    exact = torch.tensor(math.exp(1.0) - 1.0 + expected, dtype=torch.float64)
+    torch.testing.assert_close(found.double(), exact, atol=0.0, rtol=2 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "value_residual", "uniform"])

@@ -26,8 +26,10 @@ _PREPARE = "_prepare_cache_for_generation"
 RECALL = 128  # tokens by which a state can be taken back, once its cache was told to record
 _BROKEN = (
     "the last call with this cache, or its crop(), ended in an error in layer {index}, after tokens were counted in "
-    "other layers: start with an empty cache, or reset() this one"
+    "other layers: start with an empty cache, or reset() this one; where one layer runs twice in a call, pass "
+    "use_cache=False"
 )
+_TWICE = "layer {index} runs twice in a call with one place in the cache, and keeps a state there: pass use_cache=False"
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 _TOKENS = {"q": 2, "k": 2, "v": 2, "x": 1, "tokens": 1, "starts": 1}  # the dimension of tokens, of what is recorded
 
@@ -376,8 +378,9 @@ class _State:
             self.cumulative_length.add_(number)
         else:
             self.cumulative_length += number
-            if self.expected not in (None, self.cumulative_length):  # an error came between two layers
-                raise RuntimeError(_BROKEN.format(index=self.index))
+            if self.expected not in (None, self.cumulative_length):  # more, or an error came between two layers
+                text = _TWICE if self.cumulative_length > self.expected else _BROKEN
+                raise RuntimeError(text.format(index=self.index))
         self.pending = True
         return key_states, value_states
 

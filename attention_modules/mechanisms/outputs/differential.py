@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -103,7 +102,7 @@ class DifferentialAttention(AttentionMechanism):
     """:func:`differential_attention`, then RMSNorm of each (pair of) head(s) and the factor 1 - λ₀.
 
     λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ₀ with learned vectors, and λ₀ = 0.8 - 0.6 exp(-0.3 l), l the layer's index
-    from 0.
+    from 0: the buffer ``depth``, an integer that is saved.
 
     Args:
         spec: the layer that it serves.
@@ -119,6 +118,7 @@ class DifferentialAttention(AttentionMechanism):
 
     neutral: ClassVar = None
     own_logits: ClassVar = "it subtracts two maps, each of half of the features"
+    depth: Tensor
 
     def __init__(
         self, spec: AttentionSpec, pairs: Pairs = "features", affine: bool | None = None, eps: float = 1e-5
@@ -131,7 +131,7 @@ class DifferentialAttention(AttentionMechanism):
         if count % 2:
             raise ValueError(f"pairs={pairs!r} needs an even number of them, and this layer has {count}")
         width = spec.head_dim // 2 if pairs == "features" else spec.head_dim
-        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (spec.layer_index or 0))
+        self.register_buffer("depth", torch.tensor(spec.layer_index or 0))
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
@@ -141,12 +141,17 @@ class DifferentialAttention(AttentionMechanism):
         self.norm = nn.RMSNorm(size, check_number("eps", eps, above=0.0), elementwise_affine=affine)
 
     def extra_repr(self) -> str:
-        return f"pairs={self.pairs!r}, lambda_init={self.lambda_init:.4g}"
+        return f"pairs={self.pairs!r}"
+
+    @property
+    def lambda_init(self) -> Tensor:
+        """λ₀, at least float32."""
+        return 0.8 - 0.6 * (-0.3 * self.depth.to(torch.promote_types(self.lambda_q1.dtype, torch.float32))).exp()
 
     def lam(self) -> Tensor:
         """λ as it is now."""
         first = (self.lambda_q1 * self.lambda_k1).sum().exp()
-        return first - (self.lambda_q2 * self.lambda_k2).sum().exp() + self.lambda_init
+        return (first - (self.lambda_q2 * self.lambda_k2).sum().exp() + self.lambda_init).to(first.dtype)
 
     def forward(
         self,
@@ -173,7 +178,8 @@ class DifferentialAttention(AttentionMechanism):
             scale=scale,
         )
         gain = self.norm.weight  # under autocast of another dtype; where weights are offloaded, the norm fetches it
-        out = self.norm(out if gain is None else out.to(gain.dtype)).to(out.dtype) * (1 - self.lambda_init)
+        rest = 1 - self.lambda_init
+        out = (self.norm(out if gain is None else out.to(gain.dtype)).to(rest.dtype) * rest).to(out.dtype)
         if self.pairs == "heads":  # a pair's features stand side by side for the output projection, as in DiffLlama
             out = out.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)
         return out

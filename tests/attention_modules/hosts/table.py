@@ -286,7 +286,9 @@ What else to know:
   Whatever reads the weight files into a model that is swapped alike needs no more: `load_state_dict`, the `Trainer` of
   transformers (best model, resume), `accelerate.load_checkpoint_in_model`, `safetensors.torch.load_model`. These
   loaders fill every tensor that the swapped model computes with, but not the query rows that are kept aside for
-  `restore_attention`: to restore later, load by `load_pretrained`, or into the plain model. The files have a key
+  `restore_attention`: to restore later, load by `load_pretrained`, or into the plain model. Where accelerate
+  is given a `device_map`, as by `load_checkpoint_and_dispatch`, a joint projection without its query (GPT-2) ends in
+  its error of shapes: call `load_pretrained`, then `accelerate.dispatch_model`. The files have a key
   `saved_by_attnswap_load_with_load_pretrained`, which `strict=True` reports as unexpected.
   `attention_modules.load_pretrained(cls, folder)` builds the model swapped as it was; `cls` can be an Auto class or
   have another head, and further arguments are those of `from_pretrained`. A plain `from_pretrained` of such a folder

@@ -80,13 +80,16 @@ def test_neutreno(case):
 
 @pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_differential_as_timm(depth, is_causal):
+@pytest.mark.parametrize("own", [None, 3])
+def test_differential_as_timm(own, depth, is_causal):
+    """The depth is that of what was loaded, wherever the layer stands now."""
     timm = pytest.importorskip("timm.layers.diff_attention")
     torch.manual_seed(0)
     released = timm.DiffAttention(24, 3, qkv_bias=True, depth=depth).double()
-    ours = SelfAttention(24, 3, "differential", qkv_bias=True, layer_index=depth).double()
+    ours = SelfAttention(24, 3, "differential", qkv_bias=True, layer_index=own).double()
     state = {f"mechanism.{name}" if "lambda" in name else name: x for name, x in released.state_dict().items()}
     state["mechanism.norm.weight"] = state.pop("sub_norm.weight").normal_()
+    state["mechanism.depth"] = torch.tensor(depth)
     ours.load_state_dict(state)
     x = torch.randn(2, 7, 24, dtype=torch.float64)
     expected = released(x, is_causal=is_causal)  # its λ is of float32
@@ -116,7 +119,8 @@ def test_differential_of_heads_as_transformers():
     )
     q, k = modeling.apply_rotary_pos_emb(q, k, *rotary)
     ours = build_mechanism("differential", AttentionSpec(32, 4, 8, layer_index=2), pairs="heads", eps=1e-6).double()
-    ours.load_state_dict({name: x for name, x in released.state_dict().items() if "lambda" in name})
+    state = {name: x for name, x in released.state_dict().items() if "lambda" in name}
+    ours.load_state_dict(state | {"depth": torch.tensor(released.layer_idx)})
     out = ours(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
     found = released.o_proj(out)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention_modules import restore_attention, swap_attention
+from attention_modules import load_pretrained, restore_attention, swap_attention
 from attention_modules.hosts.base import MARK
 from tests.attention_modules.hosts.saving.saved_models import SIZES, built, output
 from tests.rows import each_row
@@ -111,6 +111,71 @@ def test_a_checkpoint_from_before_the_swap_leaves_the_mechanism_as_it_is(strict:
     kept = {key: each.clone() for key, each in model.state_dict().items() if "mechanism" in key}
     assert not model.load_state_dict(plain.state_dict(), strict=strict).missing_keys
     assert all(torch.equal(model.state_dict()[key], each) for key, each in kept.items())
+
+
+def thinned(model: nn.Module) -> nn.Module:
+    """Without its first layer."""
+    parent, name = (model.encoder, "layer") if hasattr(model, "encoder") else (model.transformer, "h")
+    setattr(parent, name, getattr(parent, name)[1:])
+    model.config.num_hidden_layers = 1
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:saving 1 swapped attention layers")
+@each_row(
+    ("family", "mechanism", "options"),
+    [
+        ("bert", "differential", {}),
+        ("bert", "differential", {"pairs": "heads"}),
+        ("gpt2", "differential", {"pairs": "heads"}),
+        ("bert", "performer", {}),
+        ("gpt2", "performer", {}),
+    ],
+)
+def test_what_a_mechanism_has_by_its_place_is_in_the_file(
+    family: str, mechanism: str, options: dict[str, object], tmp_path: Path
+) -> None:
+    """A layer may have another place where it is loaded than where it was swapped."""
+    model = thinned(trained(family, mechanism, **options))
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(load_pretrained(type(model), tmp_path)), output(model))
+    other = thinned(built(family))
+    swap_attention(other, mechanism, **options)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(output(other), output(model))
+    half = thinned(built(family))
+    swap_attention(half, mechanism, **options)
+    half.half().load_state_dict({key: x.half() for key, x in model.state_dict().items()})
+    assert torch.equal(output(half), output(model.half()))
+
+
+@pytest.mark.filterwarnings("ignore:BartForCausalLM has no")
+@pytest.mark.filterwarnings("ignore:saving 4 swapped attention layers")
+def test_a_decoder_alone_computes_as_behind_its_encoder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")}
+    config = transformers.BartConfig(
+        **sizes, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=20, max_position_embeddings=8
+    )
+    whole = transformers.BartForConditionalGeneration(config).eval()
+    swap_attention(whole, "differential")
+    whole.save_pretrained(tmp_path)
+    alone = load_pretrained(transformers.BartForCausalLM, tmp_path)
+    given = torch.randn(2, 5, 16)
+    assert torch.equal(*(model.model.decoder(inputs_embeds=given, use_cache=False)[0] for model in (alone, whole)))
+
+
+def test_a_folder_without_the_depth_of_a_layer_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = trained("bert", "differential")
+    model.save_pretrained(tmp_path)
+    state = {key: x for key, x in tensors_of(tmp_path).items() if not key.endswith("mechanism.depth")}
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"(?s)not have the tensors of differential in .*Missing key.*depth"):
+        load_pretrained(type(model), tmp_path)
+    with pytest.raises(RuntimeError, match=r"Missing key.*layer\.1\.attention\.self\.mechanism\.depth"):
+        model.load_state_dict(state)
 
 
 def test_mechanisms_may_share_a_parameter(tmp_path: Path) -> None:
