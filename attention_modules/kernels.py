@@ -302,11 +302,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if has_autocast(device.type) else nullcontext()
 
 
-def autocast(x: Tensor) -> Tensor:
-    """The tensor in the dtype in which autocast would run attention; itself outside autocast."""
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which autocast would run attention; its own outside autocast."""
     device = x.device.type
     if not has_autocast(device) or not torch.is_autocast_enabled(device):
-        return x
+        return x.dtype
     if not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def autocast(x: Tensor) -> Tensor:
+    """The tensor in the dtype in which autocast would run attention; itself outside autocast."""
+    return x.to(autocast_dtype(x))

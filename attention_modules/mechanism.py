@@ -104,8 +104,10 @@ def mechanism_class(mechanism: Mechanism) -> type[AttentionMechanism]:
             return _REGISTRY[mechanism]
         if "." in mechanism:
             return mechanism_class(_imported(mechanism))
+        named = [name for name, cls in _REGISTRY.items() if cls.__name__ == mechanism]  # as reports print it
+        near = f" Did you mean {named[0]!r}?" if named else did_you_mean(mechanism, _REGISTRY)
         raise ValueError(
-            f"unknown attention mechanism {mechanism!r}.{did_you_mean(mechanism, _REGISTRY)} "
+            f"unknown attention mechanism {mechanism!r}.{near} "
             f"Known: {', '.join(sorted(_REGISTRY))}; your own is given as a function, a class or an import path"
         )
     if mechanism is AttentionMechanism:

@@ -33,6 +33,7 @@ from attention_modules.hosts.model.connected import check_connections, connect_l
 from attention_modules.hosts.model.dropped import dropped_refusals, watch_grids
 from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
 from attention_modules.hosts.model.held import held_forwards, warn_of_uncalled
+from attention_modules.hosts.model.own_softmax import warn_of_own_softmax
 from attention_modules.hosts.model.replicated import replicated_refusal
 from attention_modules.hosts.model.saved import tell_when_saved
 from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
@@ -155,6 +156,7 @@ def _swap(
         )
     _warn_of_hooks(prepared.plan)
     warn_of_uncalled(modules, known().called, stacklevel=3)
+    warn_of_own_softmax(prepared.plan, stacklevel=4)
     warn_of_twins(prepared.found, prepared.plan)
     return _commit(model, prepared)
 

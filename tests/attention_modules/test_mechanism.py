@@ -53,6 +53,12 @@ def test_an_unknown_name_lists_the_nearest_and_the_known():
         mechanism_class("sofmax")
 
 
+def test_the_name_that_reports_print_leads_to_the_short_one():
+    for name in available_mechanisms():
+        with pytest.raises(ValueError, match=rf"Did you mean '{name}'\? Known"):
+            mechanism_class(mechanism_class(name).__name__)
+
+
 def test_something_else_is_no_mechanism():
     for other in (torch.nn.Linear, 3, None):
         with pytest.raises(TypeError, match="expected a mechanism"):

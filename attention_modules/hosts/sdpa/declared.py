@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import isinf
+from math import isinf, prod
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, ClassVar
@@ -118,9 +118,12 @@ class _Fit:
     source: Source
     apart: float
     lengths: float  # of their vectors, which rotary positions keep
+    factor: float = 1.0  # on these lengths, where it is one for all
 
     @property
     def told(self) -> str:
+        if self.factor != 1:
+            return f"is {self.factor:.4g} times as long"
         return "has another shape" if isinf(self.apart) else f"differs by {self.apart:.2g} of its largest entry"
 
 
@@ -226,13 +229,16 @@ class DeclaredHost(SDPAHost):
             if not closest or v.apart < closest[2].apart:
                 closest = fits
         paths = ", ".join(path for path, _ in self.parts)
+        factors = closest[0].factor, closest[1].factor
+        scale = prod(factors) * (call.scale if call.scale is not None else call.q.shape[-1] ** -0.5)
+        cure = "" if factors == (1, 1) else f"leave the factor to the call (scale={scale:.4g}), or else "
         shown = ", ".join(f"{letter} {fit.told}" for letter, fit in zip("qkv", closest, strict=True))
         raise AttentionSwapError(
             f"the declaration of {self.kind.__name__} does not fit: what {paths} gives in {widths.heads} heads is not "
-            f"what scaled_dot_product_attention got ({shown}); name its projections, its number of heads (kv_heads= "
-            "where keys have fewer), and query_norm= where it normalizes queries; a joint one holds q, k and v in this "
-            "order, each in one piece or head by head, and nothing else, such as a gate (for any other there is "
-            "attnswap.register_host)"
+            f"what scaled_dot_product_attention got ({shown}); {cure}name its projections, its number of heads "
+            "(kv_heads= where keys have fewer), and query_norm= where it normalizes queries; a joint one holds q, k "
+            "and v in this order, each in one piece or head by head, and nothing else, such as a gate (for any other "
+            "there is attnswap.register_host)"
         )
 
     def _asks_more(self, layer: nn.Module, call: Call, widths: Widths, by_head: bool) -> str | None:
@@ -251,8 +257,8 @@ class DeclaredHost(SDPAHost):
             except RuntimeError:  # its features cannot be split into these heads, or it takes another width
                 fits.append(_Fit(source, float("inf"), float("inf")))
                 continue
-            norms = (made.norm(dim=-1, keepdim=True) for made in (mine, its))
-            fits.append(_Fit(source, _apart(mine, its), _apart(*norms)))
+            norms = [made.norm(dim=-1, keepdim=True) for made in (mine, its)]
+            fits.append(_Fit(source, _apart(mine, its), _apart(*norms), _factor(*norms)))
         if not fits:
             raise self._unchecked(
                 f"its {_LETTERS[letter]} are made of none of its inputs [B, N, C] or [N, B, C]; undeclared, mechanisms "
@@ -276,7 +282,11 @@ class DeclaredHost(SDPAHost):
         owner: Any = self._at(layer, path)
         features = getattr(owner, "out_features", None)
         if not isinstance(features, int):
-            raise AttentionSwapError(f"{self.kind.__name__}.{path} is no linear layer, but a {type(owner).__name__}")
+            raise AttentionSwapError(
+                f"{self.kind.__name__}.{path} is no linear layer, but a {type(owner).__name__}: use nn.Linear in its "
+                "place, or leave the class undeclared, where mechanisms with a query act; or write a host "
+                "(attnswap.register_host)"
+            )
         return features + (owner.dropped[0] if isinstance(owner, JointWithoutQuery) else 0)
 
     def _number(self, layer: nn.Module, of: str | int) -> int:
@@ -390,10 +400,19 @@ def _no_call(layer: nn.Module) -> str:
     )
 
 
+def _factor(mine: Tensor, its: Tensor) -> float:
+    """The one number that makes the first of two tensors the second; 1 where there is none, or none is needed."""
+    factor = 1.0 if mine.is_meta or not mine.any() else float(its.detach().mean() / mine.mean())
+    close = torch.finfo(mine.dtype).eps ** 0.5
+    return factor if _apart(mine, its) > close and _apart(mine * factor, its) <= close else 1.0
+
+
 def _apart(mine: Tensor, its: Tensor) -> float:
     """The largest difference, as a share of the largest entry; infinite where the shapes differ."""
     if its.dim() == 4 and its.shape[1] % mine.shape[1] == 0:
         mine = mine.repeat_interleave(its.shape[1] // mine.shape[1], 1)
+    if its.dim() == 3 and mine.shape[1] == 1:  # one head, which has no dimension
+        mine = mine.squeeze(1)
     if mine.shape != its.shape:
         return float("inf")
     if mine.is_meta or not mine.numel():

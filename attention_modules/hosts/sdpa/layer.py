@@ -25,6 +25,7 @@ from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
 from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
+from attention_modules.hosts.sdpa.taken import taken
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.masks import without_causal_bias
@@ -158,18 +159,20 @@ class SwappedSDPA(Swapped):
             NotImplementedError: if the mechanism needs a query for each key, and there are others (a key-value
                 cache), or the layer is given another sequence, of which no example told; if it needs the layer's
                 input, which is not known.
+            Exception: what PyTorch raises, of a call that it refuses.
         """
-        mechanism, shape = self.mechanism, query.shape
-        mask, causal = attn_mask, is_causal
+        mechanism, mask, causal = self.mechanism, attn_mask, is_causal
+        own: dict[str, Any] = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal, "scale": scale}
+        own |= {"enable_gqa": True} if enable_gqa else {}
+        made = taken(query, key, value, **own)
+        shape = made[0].shape
         attn_mask, is_causal = without_causal_bias(attn_mask, is_causal, query)
         if len(shape) == 3 and not torch.compiler.is_compiling():
             self._warn_of_folded_heads(given, shape)
-        q, k, v = (_with_heads(tensor) for tensor in (query, key, value))
+        q, k, v = map(_with_heads, made)
         if attn_mask is not None and attn_mask.dim() > 2:
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
             attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
-        if (groups := q.shape[1] // k.shape[1]) > 1:
-            k, v = (tensor.repeat_interleave(groups, 1) for tensor in (k, v))
         asking = None if self.seam.asking is None else self.seam.asking.of(*given)
         if not (mechanism.uses_query and not mechanism.one_query_per_key):
             self._refuse_other_keys(given, asking, q, k)
@@ -186,9 +189,7 @@ class SwappedSDPA(Swapped):
             def plain(*handed: Tensor) -> Tensor | None:
                 if any(one is not other for one, other in zip(handed, (q, k, v), strict=True)):
                     return None  # a penalty has put others in their place
-                own = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal, "scale": scale}
-                grouped: dict[str, Any] = {"enable_gqa": True} if enable_gqa else {}
-                out = TARGET(query, key, value, **own, **grouped)  # type: ignore[arg-type]
+                out = TARGET(query, key, value, **own)
                 return out.reshape(*q.shape[:-1], out.shape[-1])
 
             asked = {"plain": plain}

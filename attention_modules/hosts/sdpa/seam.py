@@ -160,15 +160,15 @@ class Call:
         return None
 
     def _seam(self, module: nn.Module) -> Seam:
-        flat, source = self.q.dim() == 3, self._asking(module)
+        (heads, key_heads), source = self._heads(), self._asking(module)
         q_in_order, k_in_order = (
             None if source is None else _in_order(made, self.given(module)[source.place], source.batch_first)
             for made in (self.q, self.k)
         )
         return Seam(
             None if source is None else source.x.shape[-1],
-            1 if flat else self.q.shape[-3],
-            1 if flat else self.k.shape[-3],
+            heads,
+            key_heads,
             self.q.shape[-1],
             self.v.shape[-1],
             self.causal,
@@ -182,6 +182,13 @@ class Call:
             ordered_values=self._keeps_values(module),
             given=tuple(place for place, x in self.given(module).items() if x.dim() == 3),
         )
+
+    def _heads(self) -> tuple[int, int]:
+        """How many heads queries and keys have; of three dimensions they have one."""
+        if max(self.q.dim(), self.k.dim()) < 4:
+            return 1, 1
+        of_query, of_key = (made.shape[-3] if made.dim() > 2 else 1 for made in (self.q, self.k))
+        return max(of_query, of_key), of_key
 
     def _asking(self, module: nn.Module) -> Source | None:
         """What its queries are made of; of several, as of tokens and positions, what its values are made of too."""

@@ -99,6 +99,9 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   compiled, exported and with a checkpoint around the layer. (As one graph it compiles with PyTorch 2.14 and 2.15; 2.9
   breaks the graph where a layer calls `Tensor.unflatten`.) Each forward must make exactly one call; else an error
   names the layer. A checkpoint inside the layer, around the call, is an error too: put it around the layer.
+- *A mechanism gets q, k and `scale` as the call has them*, and a call that PyTorch refuses stays an error. If a layer
+  multiplies its queries itself and calls with `scale=1.0`, `l2`, `qk_norm` and `rkde` see other queries than with the
+  scale given to the call: their logits are no products.
 - *A declaration* says where queries, keys and values come from: `qkv=`, or `q=` and `kv=`, or `q=`, `k=` and `v=`;
   `heads=` is an attribute or a number, `kv_heads=` likewise for grouped keys; `query_norm=` names what normalizes
   queries after the projection. In YAML: `SwapAttention`

@@ -189,6 +189,60 @@ def test_a_class_that_cannot_be_declared(base: type[nn.Module], text: str) -> No
         swap_attention(model, "symmetric")
 
 
+class Scaled(own.Joint):
+    """It multiplies queries and keys itself, and tells the call so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        q, k, v = (t.unflatten(2, (self.n_head, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, 2))
+        y = nn.functional.scaled_dot_product_attention(q * 0.25, k * 0.5, v, scale=3.0)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Convolved(nn.Module):
+    """Its projection is a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.braid = nn.Conv1d(16, 48, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.braid(x).unflatten(1, (3, 4, 4)).transpose(-1, -2).unbind(1)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(-1, -2).flatten(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("base", "path", "text"),
+    [
+        (
+            Scaled,
+            "c_attn",
+            r"\(q is 0.25 times as long, k is 0.5 times as long, v differs by 0 .*\); leave the factor to the call "
+            r"\(scale=0.375\)",
+        ),
+        (Convolved, "braid", "is no linear layer, but a Conv1d: .*leave the class undeclared.*register_host"),
+    ],
+)
+def test_a_declaration_that_does_not_fit_says_what_to_do(base: type[nn.Module], path: str, text: str) -> None:
+    model = nn.Sequential(declared(base, qkv=path, heads=4)())
+    with pytest.raises(AttentionSwapError, match=text):
+        swap_attention(model, "symmetric")
+
+
+def test_one_head_without_a_dimension() -> None:
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.braid = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(*self.braid(x).chunk(3, -1))
+
+    layer = declared(One, qkv="braid", heads=1)()
+    _, k, v = layer.braid(features()).chunk(3, -1)
+    swap_attention(layer, "symmetric")
+    torch.testing.assert_close(layer(features()), nn.functional.scaled_dot_product_attention(k, k, v))
+
+
 def test_adapters_are_refused_where_the_query_is_dropped() -> None:
     peft = pytest.importorskip("peft")
     model = nn.Sequential(own.DeclaredJoint())

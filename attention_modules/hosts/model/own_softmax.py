@@ -1,0 +1,24 @@
+"""Layers that compute a softmax of their own, beside the call in which a mechanism acts."""
+
+from __future__ import annotations
+
+import warnings
+
+from attention_modules.hosts.model.twins import Plan
+from attention_modules.hosts.sdpa.calls import calls_of
+from attention_modules.hosts.sdpa.layer import SDPAHost
+from attention_modules.mechanisms.softmax import SoftmaxAttention
+
+
+def warn_of_own_softmax(plan: Plan, stacklevel: int) -> None:
+    """Say once of layers whose code shows a softmax, too, that no mechanism acts there."""
+    acting = (layer for layer, built in plan if type(built) is not SoftmaxAttention)
+    kinds = {getattr(layer.module, "plain_class", type(layer.module)): layer for layer in acting}
+    for kind, layer in kinds.items():
+        found = calls_of(layer.module) if isinstance(layer.host, SDPAHost) else None
+        if found is not None and found.softmax and any(site.sure and site.reached for site in found.sites):
+            warnings.warn(
+                f"{kind.__name__} also computes a softmax of its own ({found.softmax[0]}), which stays as it is: maps "
+                "that it returns are not the mechanism's; take attention_maps()",
+                stacklevel=stacklevel + 1,
+            )
