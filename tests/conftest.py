@@ -16,11 +16,14 @@ os.environ["WANDB_SILENT"] = "true"
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.costs import CostWriter, in_brief, leave_out, without_costly
 
 OF_A_PROCESS_GROUP = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "ATTNSWAP_LEADER")
 OF_A_SEED = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

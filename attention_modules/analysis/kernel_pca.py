@@ -145,7 +145,7 @@ def mixed_values(
 
 def queries_at_kernel_scale(q: Tensor, scale: float | None) -> Tensor:
     """Queries whose logits with the same keys are those of ``scale``, at 1/sqrt(d): some layers scale their queries."""
-    return q if scale is None else q * (scale * q.shape[-1] ** 0.5)
+    return q if scale is None else to_float64(q) * (scale * q.shape[-1] ** 0.5)
 
 
 def kernel_pca(k: Tensor, *, components: int | None = None, scale: float | None = None) -> KernelPCA:

@@ -1,3 +1,4 @@
+import copy
 import dataclasses
 import itertools
 import math
@@ -5,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from attention_modules import (
     AttentionMechanism,
@@ -162,6 +164,20 @@ def test_the_lambda_of_a_depth_is_that_of_the_paper_in_each_dtype(depth, dtype):
     assert found.dtype == dtype
     exact = torch.tensor(math.exp(1.0) - 1.0 + expected, dtype=torch.float64)
     torch.testing.assert_close(found.double(), exact, atol=0.0, rtol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.9995, 0.9999])
+def test_an_average_of_equal_models_has_their_lambda(decay):
+    layers = nn.ModuleList(
+        build_mechanism("differential", AttentionSpec(dim=16, num_heads=2, head_dim=8, layer_index=index))
+        for index in range(24)
+    )
+    averaged = AveragedModel(layers, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    for _ in range(20):
+        averaged.update_parameters(layers)
+    for own, other in zip(layers, averaged.module, strict=True):
+        assert torch.equal(own.lambda_init, other.lambda_init)
+        assert torch.equal(own.lambda_init, copy.deepcopy(own).bfloat16().lambda_init)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "value_residual", "uniform"])

@@ -62,7 +62,7 @@ class SwappedHuggingFace(Swapped):
 
     config: PretrainedConfig
     plain_config: PretrainedConfig
-    query_factor: float
+    query_factor: float = 1.0
     masks_tokens = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,8 +166,9 @@ def _given(layer: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _query_factor(layer: nn.Module) -> float | None:
-    """What the forward multiplies its queries by; None where that is no number."""
-    return query_path(_call_of(layer)).factor(layer)
+    """The number that the forward multiplies its queries by; None where it computes something else of them."""
+    path = query_path(_call_of(layer))
+    return None if path.other is not None else path.factor(layer)
 
 
 @functools.cache
@@ -214,13 +215,10 @@ class HuggingFaceHost(Host):
             given: Any = eval(_call_of(layer).given.get("scaling", "None"), {"__builtins__": {}}, {"self": layer})
         except (NameError, AttributeError):  # the forward makes it
             given = getattr(layer, "scaling", None)
-        number = given if isinstance(given, int | float) else None
-        factor = _query_factor(layer)
-        if factor in (None, 1.0):
-            return number
-        heads = heads_of(layer)
-        assert heads is not None
-        return factor * (heads[1] ** -0.5 if number is None else number)
+        factor, heads = _query_factor(layer), heads_of(layer)
+        if factor is None or heads is None:
+            return None
+        return factor * (given if isinstance(given, int | float) else heads[1] ** -0.5)
 
     @staticmethod
     def _unfit(module: nn.Module) -> str | None:
@@ -388,7 +386,8 @@ class HuggingFaceHost(Host):
     def remove(self, layer: Any) -> None:
         super().remove(layer)
         layer.config = layer.plain_config
-        del layer.plain_config, layer.query_factor
+        del layer.plain_config
+        vars(layer).pop("query_factor", None)  # of a layer that was pickled before there was one
 
     def _drop_query(self, layer: Any) -> None:
         name = query_projection(layer)
@@ -483,7 +482,7 @@ def _path_refusal(layer: nn.Module, projection: str) -> str | None:
             made_of = f"its queries are made of {_either(queries)} and its keys of {_either(keys)}"
             return f"{made_of}; use a mechanism with a query"
     path = query_path(call)
-    if path.other is not None or _query_factor(layer) is None:
+    if _query_factor(layer) is None:
         what = path.other or " * ".join(path.factors)
         return f"its forward computes {what!r} for queries alone, which keys cannot stand in for"
     own = {name.partition(".")[0] for name, _ in layer.named_parameters()} - {projection}

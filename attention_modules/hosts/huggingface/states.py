@@ -29,7 +29,6 @@ _BROKEN = (
     "other layers: start with an empty cache, or reset() this one; where one layer runs twice in a call, pass "
     "use_cache=False"
 )
-_TWICE = "layer {index} runs twice in a call with one place in the cache, and keeps a state there: pass use_cache=False"
 _KINDS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
 _TOKENS = {"q": 2, "k": 2, "v": 2, "x": 1, "tokens": 1, "starts": 1}  # the dimension of tokens, of what is recorded
 
@@ -379,8 +378,7 @@ class _State:
         else:
             self.cumulative_length += number
             if self.expected not in (None, self.cumulative_length):  # more, or an error came between two layers
-                text = _TWICE if self.cumulative_length > self.expected else _BROKEN
-                raise RuntimeError(text.format(index=self.index))
+                raise RuntimeError(_BROKEN.format(index=self.index))
         self.pending = True
         return key_states, value_states
 

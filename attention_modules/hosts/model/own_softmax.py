@@ -16,9 +16,10 @@ def warn_of_own_softmax(plan: Plan, stacklevel: int) -> None:
     kinds = {getattr(layer.module, "plain_class", type(layer.module)): layer for layer in acting}
     for kind, layer in kinds.items():
         found = calls_of(layer.module) if isinstance(layer.host, SDPAHost) else None
-        if found is not None and found.softmax and any(site.sure and site.reached for site in found.sites):
+        own = [] if found is None else [site for site in found.softmax if not site.ends]
+        if found is not None and own and any(site.sure and site.reached for site in found.sites):
             warnings.warn(
-                f"{kind.__name__} also computes a softmax of its own ({found.softmax[0]}), which stays as it is: maps "
-                "that it returns are not the mechanism's; take attention_maps()",
+                f"{kind.__name__} also computes a softmax of its own ({own[0]}), which stays as it is: if it is an "
+                "attention map that the layer returns, it is not the mechanism's; take attention_maps()",
                 stacklevel=stacklevel + 1,
             )

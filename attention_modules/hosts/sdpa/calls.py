@@ -47,6 +47,7 @@ class Site:
         sure: whether each run of its function gets there; False under a condition.
         again: whether one run may get there several times, in a loop.
         reached: False where the object's own attributes say that it is not.
+        ends: whether a condition around it ends in a return.
     """
 
     file: str
@@ -54,6 +55,7 @@ class Site:
     sure: bool = True
     again: bool = False
     reached: bool = True
+    ends: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -271,16 +273,17 @@ class _Source:
 
     def site(self, line: int, name: str) -> Site:
         """The line as a call of what has this name there."""
-        sure, again, reached = self.tree is not None, False, True
+        sure, again, reached, ends = self.tree is not None, False, True, False
         for node, arm in self._around(line, name):
             if isinstance(node, (ast.If, ast.IfExp)):
                 taken = _truth(node.test, self.owner)
                 reached = reached and taken in (None, arm)
                 sure = sure and taken is not None
+                ends = ends or _returns(node, arm)
             else:
                 again = again or not isinstance(node, ast.Try)
                 sure = sure and not isinstance(node, ast.Try)
-        return Site(self.file, line, sure, again, reached)
+        return Site(self.file, line, sure, again, reached, ends)
 
     def _around(self, line: int, name: str) -> Iterator[tuple[ast.AST, bool]]:
         """The statements around a name; of a condition, whether the name stands where it holds."""
@@ -296,6 +299,12 @@ class _Source:
 
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _SEVERAL = (ast.For, ast.While, ast.Try, *_COMPREHENSIONS)
+
+
+def _returns(node: ast.If | ast.IfExp, arm: bool) -> bool:
+    """Whether what a condition chooses returns from the function."""
+    body = node.body if arm else node.orelse
+    return isinstance(body, list) and any(isinstance(each, ast.Return) for part in body for each in ast.walk(part))
 
 
 def _holds(node: ast.AST, line: int, name: str) -> bool:

@@ -184,11 +184,12 @@ class Call:
         )
 
     def _heads(self) -> tuple[int, int]:
-        """How many heads queries and keys have; of three dimensions they have one."""
-        if max(self.q.dim(), self.k.dim()) < 4:
+        """How many heads there are, and how many keys have; of three dimensions they have one."""
+        made = self.q, self.k, self.v
+        if max(each.dim() for each in made) < 4:
             return 1, 1
-        of_query, of_key = (made.shape[-3] if made.dim() > 2 else 1 for made in (self.q, self.k))
-        return max(of_query, of_key), of_key
+        heads = [each.shape[-3] if each.dim() > 2 else 1 for each in made]
+        return max(heads), heads[1]
 
     def _asking(self, module: nn.Module) -> Source | None:
         """What its queries are made of; of several, as of tokens and positions, what its values are made of too."""

@@ -102,7 +102,7 @@ class DifferentialAttention(AttentionMechanism):
     """:func:`differential_attention`, then RMSNorm of each (pair of) head(s) and the factor 1 - λ₀.
 
     λ = exp(λ_q1·λ_k1) - exp(λ_q2·λ_k2) + λ₀ with learned vectors, and λ₀ = 0.8 - 0.6 exp(-0.3 l), l the layer's index
-    from 0: the buffer ``depth``, an integer that is saved.
+    from 0: the buffer ``depth``, which is saved.
 
     Args:
         spec: the layer that it serves.
@@ -131,7 +131,7 @@ class DifferentialAttention(AttentionMechanism):
         if count % 2:
             raise ValueError(f"pairs={pairs!r} needs an even number of them, and this layer has {count}")
         width = spec.head_dim // 2 if pairs == "features" else spec.head_dim
-        self.register_buffer("depth", torch.tensor(spec.layer_index or 0))
+        self.register_buffer("depth", torch.tensor(float(spec.layer_index or 0)))
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
@@ -146,7 +146,8 @@ class DifferentialAttention(AttentionMechanism):
     @property
     def lambda_init(self) -> Tensor:
         """λ₀, at least float32."""
-        return 0.8 - 0.6 * (-0.3 * self.depth.to(torch.promote_types(self.lambda_q1.dtype, torch.float32))).exp()
+        depth = self.depth.to(torch.promote_types(self.lambda_q1.dtype, torch.float32)).round()  # averages may be off
+        return 0.8 - 0.6 * (-0.3 * depth).exp()
 
     def lam(self) -> Tensor:
         """λ as it is now."""

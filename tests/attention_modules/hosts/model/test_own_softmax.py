@@ -41,6 +41,20 @@ class Either(Joint):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
+class Falls(Joint):
+    """It calls what falls back to a softmax where PyTorch is old."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        q, k, v = (t.unflatten(2, (self.n_head, -1)).transpose(1, 2) for t in self.c_attn(x).chunk(3, 2))
+        return self.c_proj(_attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if not hasattr(F, "scaled_dot_product_attention"):
+        return (q @ k.mT / 2).softmax(-1) @ v
+    return F.scaled_dot_product_attention(q, k, v)
+
+
 def test_a_softmax_beside_the_call_is_told_of_once() -> None:
     model = nn.Sequential(Returns(), Returns())
     for mechanism in ("uniform", "sigmoid"):  # of plain layers, and of swapped ones
@@ -53,7 +67,8 @@ def test_a_softmax_beside_the_call_is_told_of_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mechanism"), [(Returns, "softmax"), (Joint, "sigmoid"), (NanoAttention, "sigmoid"), (Either, "sigmoid")]
+    ("kind", "mechanism"),
+    [(Returns, "softmax"), *((kind, "sigmoid") for kind in (Joint, NanoAttention, Either, Falls))],
 )
 def test_nothing_is_said_of_others(kind: type[nn.Module], mechanism: str) -> None:
     with warnings.catch_warnings():

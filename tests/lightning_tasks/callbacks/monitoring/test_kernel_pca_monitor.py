@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from attention_modules import SelfAttention, softmax_attention, swap_attention
 from attention_modules.analysis import gamma_constancy, projection_loss
+from attention_modules.analysis.kernel_pca import queries_at_kernel_scale
 from lightning_tasks.callbacks import KernelPCAMonitor
 from tests.lightning_tasks.callbacks.modules import PROMPTS, InTwoCalls, TinyLM, batches, decoder, fit
 
@@ -127,17 +128,27 @@ class Scales(torch.nn.Module):
 
 
 class Net(pl.LightningModule):
-    def __init__(self, before):
+    def __init__(self, before, kind=torch.float32):
         super().__init__()
         torch.manual_seed(0)
-        self.net = torch.nn.Sequential(Scales(before))
+        self.net, self.kind = torch.nn.Sequential(Scales(before)).to(kind), kind
 
     def validation_step(self, batch, batch_idx):
-        self.net(batch[0])
+        self.net(batch[0].to(self.kind))
 
 
-def test_it_does_not_matter_where_a_layer_scales_its_logits():
-    found = [evaluated(Net(before)) for before in (False, True)]
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_it_does_not_matter_where_a_layer_scales_its_logits(kind):
+    found = [evaluated(Net(before, kind)) for before in (False, True)]
     assert len(found[0]) == 3
     for name, value in found[0].items():
-        torch.testing.assert_close(found[1][name], value)
+        rounding = {} if kind == torch.float32 else {"rtol": 0.02, "atol": 0.0}
+        torch.testing.assert_close(found[1][name], value, **rounding)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_queries_are_brought_to_the_kernels_scale_in_float64(kind):
+    q, k, v = torch.randn(3, 2, 2, 6, 80, generator=torch.Generator().manual_seed(0)).to(kind) / 9
+    h = softmax_attention(q, k, v, scale=1.0)
+    expected = projection_loss(q.double() * 80**0.5, k.double(), h.double()).signed
+    torch.testing.assert_close(projection_loss(queries_at_kernel_scale(q, 1.0), k, h).signed, expected)

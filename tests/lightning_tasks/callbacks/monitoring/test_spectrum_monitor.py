@@ -253,6 +253,13 @@ def opt():
     return of_transformers("OPT", **sizes, word_embed_proj_dim=32)
 
 
+def timesfm():
+    """Its queries are multiplied by a learned vector, so that the usual factor is taken."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return transformers.TimesFmModel(transformers.TimesFmConfig(**sizes, head_dim=8))
+
+
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4}
 FACTORS = {
     "own": (lambda: torch.nn.Sequential(Own(None)), 8**-0.5),
@@ -263,6 +270,7 @@ FACTORS = {
     "GPT-2, unscaled": (lambda: of_transformers("GPT2", **GPT2, scale_attn_weights=False), 1.0),
     "T5": (lambda: of_transformers("T5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4), 1.0),
     "OPT": (opt, 8**-0.5),
+    "TimesFM": (timesfm, 8**-0.5),
     "timm": (lambda: timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1), 64**-0.5),
 }
 
