@@ -13,6 +13,8 @@ from attention_modules.hosts.discovery import Found, Survey, survey
 from attention_modules.hosts.model.moved import differ, differs_in_training, orders_of
 from attention_modules.sharing import READS, connect, read_by, stacks
 
+_SKIPS = ("layerdrop", "layer_drop")  # of transformers, and of torchaudio
+
 
 def reads_others(mechanism: AttentionMechanism | None) -> bool:
     """Whether a mechanism reads the values of other layers."""
@@ -120,7 +122,7 @@ def _skipped(found: Survey, layer: str) -> str | None:
     parts = layer.split(".")
     around = [found.modules[".".join(parts[:depth])] for depth in reversed(range(len(parts)))]
     for holder in (*around, *(getattr(module, "config", None) for module in around)):
-        rates = {name: rate for name, rate in getattr(holder, "__dict__", {}).items() if name.endswith("layerdrop")}
+        rates = {name: rate for name, rate in getattr(holder, "__dict__", {}).items() if name.endswith(_SKIPS)}
         if rates:
             return ", ".join(f"{name}={rate}" for name, rate in rates.items() if rate) or None
     return None

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.masks import without_causal_bias
 from attention_modules.mechanism import AttentionMechanism
+from attention_modules.sharing import READS
 
 _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 # Of whose layers other hosts say what fits.
@@ -174,8 +176,7 @@ class SwappedSDPA(Swapped):
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
             attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
         asking = None if self.seam.asking is None else self.seam.asking.of(*given)
-        if not (mechanism.uses_query and not mechanism.one_query_per_key):
-            self._refuse_other_keys(given, asking, q, k)
+        self._check_other_keys(given, asking, q, k)
         x: Any = self._input(asking, q) if "x" in mechanism.needs else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
@@ -206,26 +207,52 @@ class SwappedSDPA(Swapped):
         )
         return out.reshape(*shape[:-1], out.shape[-1])
 
-    def _refuse_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
-        name = type(self.mechanism).__name__
-        if q.shape[2] != k.shape[2]:
+    def _check_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
+        """Refuse keys of other tokens than the queries' where the mechanism needs those; else tell of them."""
+        mechanism, name = self.mechanism, type(self.mechanism).__name__
+        paired = mechanism.one_query_per_key or not mechanism.uses_query
+        shares = bool({*mechanism.needs} & {*READS})
+        if paired and q.shape[2] != k.shape[2]:
             raise NotImplementedError(
                 f"{name} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
                 f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
                 "choose another mechanism"
             )
-        if not isinstance(asking, Tensor):
+        if (other := self._second_sequence(given, asking)) is None:
             return
+        what = (
+            f"{self._shown()} was given a second sequence {tuple(other.shape)}, which may hold its keys "
+            "(cross-attention), and which it had not when it was swapped"
+        )
+        if paired or shares:
+            needs = (
+                "needs a query for each key" if paired else "reads values of other layers, which are of other tokens"
+            )
+            raise NotImplementedError(
+                f"{name} {needs}, and {what}: pass example= with both to swap_attention, or choose another mechanism"
+            )
+        if not torch.compiler.is_compiling():
+            warnings.warn(
+                f"{what}: it counts as self-attention; pass example= with both to swap_attention, or in Lightning set "
+                "example_input_array, or leave it out (exclude=)",
+                stacklevel=3,
+            )
+
+    def _second_sequence(self, given: Given, asking: Any) -> Tensor | None:
+        """What the layer is given beside the input of its queries, of a width that it projects, and was not before."""
         args, kwargs = given
         places = {place.position for place in self.seam.given}, {place.name for place in self.seam.given}
         new = [args[at] for at in range(len(args)) if at not in places[0]]
-        for x in (*new, *(value for at, value in kwargs.items() if at not in places[1])):
-            if isinstance(x, Tensor) and x.shape == asking.shape and x is not asking and not same_view(x, asking):
-                raise NotImplementedError(
-                    f"{name} needs a query for each key, and {self._shown()} was given a second sequence "
-                    f"{tuple(x.shape)}, which may hold its keys (cross-attention), and which it had not when it was "
-                    "swapped: pass example= with both to swap_attention, or choose another mechanism"
-                )
+        new += [value for at, value in kwargs.items() if at not in places[1]]
+        fit = [x for x in new if isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x is not asking]
+        if fit:
+            widths = {part.in_features for part in self.modules() if isinstance(part, nn.Linear)}
+            fit = [x for x in fit if x.shape[-1] in widths]
+        if not isinstance(asking, Tensor) and fit:
+            asking, *fit = fit  # the first, where no trial told
+        batch = 0 if self.seam.batch_first else 1
+        alike = (x for x in fit if x.shape[batch] == asking.shape[batch])
+        return next((x for x in alike if not same_view(x, asking)), None)
 
     def _input(self, asking: Any, q: Tensor) -> Tensor | None:
         """What the queries were made of, ``[B, N, C]``; None where this call does not give it."""
@@ -391,9 +418,13 @@ class SDPAHost(Host):
         )
 
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
-        called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name}".lower()
-        marked = getattr(layer, "is_cross_attention", False) is True or "cross" in called or "pool" in called
-        return marked or self.seam(layer).cross
+        if getattr(layer, "is_cross_attention", False) is True or self.seam(layer).cross:
+            return True
+        if known().calls.get(layer):  # a call of the whole model tells more than a name
+            return False
+        *_, around, own = ("", *name.lower().split("."))
+        called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {own}".lower()
+        return "cross" in called or "pool" in called or re.search("cross_?att|xattn|pooler", around) is not None
 
     def batch_first(self, layer: nn.Module) -> bool:
         return bool(getattr(layer, "batch_first", self.seam(layer).batch_first))
