@@ -31,7 +31,6 @@ from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.masks import without_causal_bias
 from attention_modules.mechanism import AttentionMechanism
-from attention_modules.sharing import READS
 
 _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 # Of whose layers other hosts say what fits.
@@ -105,6 +104,10 @@ def _forwards(kind: Any) -> set[CodeType]:
     return {code for code in own if code is not None}.union(*map(_forwards, derived))
 
 
+# In the names of what is around a layer: not of a `cross_encoder`, nor of what is `crossmodal`.
+_CROSS = re.compile(r"(^|\.)cross(\.|$)|cross_?(att|block|layer)|x_?attn|att(entio)?n_?pool|pooler")
+
+
 class SwappedSDPA(Swapped):
     """A layer that runs its own forward, in which the mechanism acts."""
 
@@ -176,7 +179,8 @@ class SwappedSDPA(Swapped):
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
             attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
         asking = None if self.seam.asking is None else self.seam.asking.of(*given)
-        self._check_other_keys(given, asking, q, k)
+        if not (mechanism.uses_query and not mechanism.one_query_per_key):
+            self._refuse_other_keys(given, asking, q, k)
         x: Any = self._input(asking, q) if "x" in mechanism.needs else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
@@ -207,52 +211,39 @@ class SwappedSDPA(Swapped):
         )
         return out.reshape(*shape[:-1], out.shape[-1])
 
-    def _check_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
-        """Refuse keys of other tokens than the queries' where the mechanism needs those; else tell of them."""
-        mechanism, name = self.mechanism, type(self.mechanism).__name__
-        paired = mechanism.one_query_per_key or not mechanism.uses_query
-        shares = bool({*mechanism.needs} & {*READS})
-        if paired and q.shape[2] != k.shape[2]:
+    def _refuse_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
+        name = type(self.mechanism).__name__
+        if q.shape[2] != k.shape[2]:
             raise NotImplementedError(
                 f"{name} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
                 f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
                 "choose another mechanism"
             )
-        if (other := self._second_sequence(given, asking)) is None:
-            return
-        what = (
-            f"{self._shown()} was given a second sequence {tuple(other.shape)}, which may hold its keys "
-            "(cross-attention), and which it had not when it was swapped"
-        )
-        if paired or shares:
-            needs = (
-                "needs a query for each key" if paired else "reads values of other layers, which are of other tokens"
-            )
-            raise NotImplementedError(
-                f"{name} {needs}, and {what}: pass example= with both to swap_attention, or choose another mechanism"
-            )
-        if not torch.compiler.is_compiling():
-            warnings.warn(
-                f"{what}: it counts as self-attention; pass example= with both to swap_attention, or in Lightning set "
-                "example_input_array, or leave it out (exclude=)",
-                stacklevel=3,
-            )
-
-    def _second_sequence(self, given: Given, asking: Any) -> Tensor | None:
-        """What the layer is given beside the input of its queries, of a width that it projects, and was not before."""
         args, kwargs = given
         places = {place.position for place in self.seam.given}, {place.name for place in self.seam.given}
         new = [args[at] for at in range(len(args)) if at not in places[0]]
         new += [value for at, value in kwargs.items() if at not in places[1]]
-        fit = [x for x in new if isinstance(x, Tensor) and x.dim() == 3 and x.is_floating_point() and x is not asking]
-        if fit:
-            widths = {part.in_features for part in self.modules() if isinstance(part, nn.Linear)}
-            fit = [x for x in fit if x.shape[-1] in widths]
-        if not isinstance(asking, Tensor) and fit:
-            asking, *fit = fit  # the first, where no trial told
-        batch = 0 if self.seam.batch_first else 1
-        alike = (x for x in fit if x.shape[batch] == asking.shape[batch])
-        return next((x for x in alike if not same_view(x, asking)), None)
+        new = [x for x in new if isinstance(x, Tensor) and x is not asking]
+        alike = isinstance(asking, Tensor)
+        if not alike:  # no trial told, and the first counts as what queries are made of
+            asking = next((x for x in new if x.dim() == 3 and x.is_floating_point()), None)
+        for x in new:
+            if asking is not None and self._may_hold_keys(x, asking, k, alike) and not same_view(x, asking):
+                raise NotImplementedError(
+                    f"{name} needs a query for each key, and {self._shown()} was given a second sequence "
+                    f"{tuple(x.shape)}, which may hold its keys (cross-attention), and which it had not when it was "
+                    "swapped: pass example= with both to swap_attention, or choose another mechanism"
+                )
+
+    def _may_hold_keys(self, x: Tensor, asking: Tensor, k: Tensor, alike: bool) -> bool:
+        """Whether a tensor is as the queries' input, or as many tokens of a width of which the layer makes keys."""
+        if x.shape == asking.shape:
+            return alike
+        if x.dim() != 3 or asking.dim() != 3 or x.shape[:2] != asking.shape[:2]:
+            return False
+        made = k.shape[1] * k.shape[3]
+        parts = (part for part in self.modules() if isinstance(part, nn.Linear))
+        return any(x.shape[2] == part.in_features and part.out_features % made == 0 for part in parts)
 
     def _input(self, asking: Any, q: Tensor) -> Tensor | None:
         """What the queries were made of, ``[B, N, C]``; None where this call does not give it."""
@@ -420,11 +411,10 @@ class SDPAHost(Host):
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
         if getattr(layer, "is_cross_attention", False) is True or self.seam(layer).cross:
             return True
-        if known().calls.get(layer):  # a call of the whole model tells more than a name
+        if (calls := known().calls.get(layer)) and calls[0].is_own():  # which tells more than a name
             return False
-        *_, around, own = ("", *name.lower().split("."))
-        called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {own}".lower()
-        return "cross" in called or "pool" in called or re.search("cross_?att|xattn|pooler", around) is not None
+        called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name.rpartition('.')[2]}".lower()
+        return "cross" in called or "pool" in called or _CROSS.search(name.lower()) is not None
 
     def batch_first(self, layer: nn.Module) -> bool:
         return bool(getattr(layer, "batch_first", self.seam(layer).batch_first))

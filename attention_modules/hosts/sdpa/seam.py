@@ -203,13 +203,21 @@ class Call:
         found = [_in_order(self.v, given[place], sources.get(place)) for place in sources or given]
         return True if True in found else False if False in found else None
 
-    def _is_cross(self) -> bool:
-        """Whether queries and keys are made of different tensors that the module with the projections was given."""
+    def is_own(self) -> bool:
+        """Whether queries and keys are made of one tensor, whatever of that they are."""
+        return not self._is_cross() and any(of_query & of_key for of_query, of_key in self._made_of())
+
+    def _made_of(self) -> Iterator[tuple[set[int], set[int]]]:
+        """Of modules with projections, innermost first, which of what they were given queries and keys are made of."""
         for module, given in reversed(self.around):
             if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
                 of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
-                if of_query and of_key and of_query.isdisjoint(of_key):
-                    return True
+                yield of_query, of_key
+
+    def _is_cross(self) -> bool:
+        """Whether queries and keys are made of different tensors that the module with the projections was given."""
+        if any(of_query and of_key and of_query.isdisjoint(of_key) for of_query, of_key in self._made_of()):
+            return True
         return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
 
 

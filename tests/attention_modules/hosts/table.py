@@ -117,8 +117,8 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
   `attention_maps(model, inputs, layers="cross")` shows it. If a layer was swapped as self-attention, with a mechanism
-  that needs self-attention, a later call with other keys is an error; with other mechanisms, and monitors, a warning.
-  Without an example "cross" or "pool" in the layer's own name or class decides. A query that is a Parameter cannot be
+  that needs a query for each key, a later call with other keys is an error. Without an example names decide: "cross" or
+  "pool" in the layer's own name or class, and names as `cross_attn` around it. A query that is a Parameter cannot be
   declared.
 - *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
   layers' values. These mechanisms are refused by name in a layer that flips, rolls, sorts, cuts or mixes its tokens

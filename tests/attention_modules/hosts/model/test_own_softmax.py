@@ -28,6 +28,17 @@ class Returns(nn.Module):
         return (out, (q @ k.mT / 2).softmax(-1)) if with_map else out
 
 
+class ReturnsInABranch(Returns):
+    """It gives a map on request, behind the call."""
+
+    def forward(self, x: Tensor, with_map: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        if with_map:
+            return out, (q @ k.mT / 2).softmax(-1)
+        return out
+
+
 class Either(Joint):
     """It computes one or the other."""
 
@@ -55,10 +66,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def test_a_softmax_beside_the_call_is_told_of_once() -> None:
-    model = nn.Sequential(Returns(), Returns())
+@pytest.mark.parametrize("kind", [Returns, ReturnsInABranch])
+def test_a_softmax_beside_the_call_is_told_of_once(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(), kind())
     for mechanism in ("uniform", "sigmoid"):  # of plain layers, and of swapped ones
-        with pytest.warns(UserWarning, match=r"^Returns also computes a softmax .*take attention_maps") as told:
+        with pytest.warns(
+            UserWarning, match=rf"^{kind.__name__} also computes a softmax .*take attention_maps"
+        ) as told:
             swap_attention(model, mechanism)
         assert len(told) == 1
         assert told[0].filename == __file__
