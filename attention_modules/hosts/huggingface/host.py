@@ -25,6 +25,7 @@ from attention_modules.hosts.base import Host, Swapped, plain_linear_refusal
 from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.huggingface.batching import attach_batching
 from attention_modules.hosts.huggingface.caches import CACHE, warn_of_cache
+from attention_modules.hosts.huggingface.cross import attends_elsewhere
 from attention_modules.hosts.huggingface.given import MASKS, OF_LOGITS, WITHOUT_EFFECT
 from attention_modules.hosts.huggingface.initial import attach_initial
 from attention_modules.hosts.huggingface.interface import INPUT, INTERFACE, WINDOWS, shifts, unread_masks
@@ -53,7 +54,6 @@ from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionSpec
 
 _POSITIONS = re.compile(r"(^|\.)(position_embeddings?|pos_embed|embed_positions|wpe)(\.weight)?$")
-_OTHER_QUERY = re.compile(r"Cross|Att(entio)?n\w*Pool")  # in the class of a layer or around it
 _OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 
 
@@ -238,10 +238,7 @@ class HuggingFaceHost(Host):
         return None
 
     def is_cross(self, layer: Any, parent: nn.Module | None, name: str) -> bool:
-        kinds = f"{_kind(layer).__name__} {'' if parent is None else type(parent).__name__}"
-        nearest = ".".join(name.split(".")[-2:])  # its own name, and that of a module around it
-        named = re.search("cross|enc_?dec|encoder_attn|encoder_decoder", nearest, re.IGNORECASE)
-        return bool(getattr(layer, "is_cross_attention", False) or _OTHER_QUERY.search(kinds) or named)
+        return attends_elsewhere(layer, parent, name)
 
     def spec(self, layer: Any, layer_index: int | None) -> AttentionSpec:
         sizes = heads_of(layer)

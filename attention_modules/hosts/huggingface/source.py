@@ -19,6 +19,8 @@ from typing import Any
 from torch import nn
 from transformers import AttentionInterface
 
+_CONCATENATES = {"cat", "concat", "concatenate"}
+
 
 def own_forward(kind: type[nn.Module]) -> Any:
     """A class's forward, without its decorators."""
@@ -50,6 +52,7 @@ class InterfaceCall:
         functions: attention functions that stand in the forward, as the one for "eager".
         registries: names of the interfaces.
         parameters: names of the forward's parameters, the input first.
+        required: those without a default.
         statements: the body.
         times: how often the interface is called, whatever branches are taken.
     """
@@ -60,6 +63,7 @@ class InterfaceCall:
     functions: tuple[Callable[..., Any], ...]
     registries: frozenset[str]
     parameters: tuple[str, ...]
+    required: frozenset[str]
     statements: ast.FunctionDef
     times: int
 
@@ -84,6 +88,13 @@ class InterfaceCall:
             if ast.unparse(call.func) == f"self.{projection}" and call.args
         }
 
+    def sequences(self, projection: str) -> set[str]:
+        """The sources of what the forward gives to a projection, and the names of what it concatenates for that."""
+        sources = self.projected_from(projection)
+        made = [value for target, value in _assigned(self.statements) if ast.unparse(target) in sources]
+        joined = [each for each in made if isinstance(each, ast.Call) and names_in(each.func) & _CONCATENATES]
+        return sources.union(*(_names(each.args[0]) for each in joined if each.args))
+
 
 def interface_call(kind: type[nn.Module]) -> InterfaceCall | str:
     """The call of a class's forward, or why it cannot be read."""
@@ -93,11 +104,9 @@ def interface_call(kind: type[nn.Module]) -> InterfaceCall | str:
 @functools.cache
 def _read(forward: Any) -> InterfaceCall | str:
     registries = _registries(forward)
-    try:
-        (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
-    except (OSError, SyntaxError, TypeError, ValueError):
+    parsed = _parsed(forward)
+    if parsed is None:
         return "the source of its forward cannot be read, so that nobody knows what it hands to the attention interface"
-    assert isinstance(parsed, ast.FunctionDef)
     set_to = [(target.id, value) for target, value in _assigned(parsed) if isinstance(target, ast.Name)]
     variables = {name for name, value in set_to if _names(value) & registries}
     # `interface = eager` in a branch of its own, as before there was `get_interface`.
@@ -108,16 +117,42 @@ def _read(forward: Any) -> InterfaceCall | str:
         return "its forward calls the attention interface in a way that cannot be read"
     names = dict.fromkeys(name for source in sources for name in sorted(_names(source)))
     functions = [forward.__globals__.get(name) for name in names]
+    parameters = inspect.signature(forward).parameters
     return InterfaceCall(
         forward,
         {word.arg: ast.unparse(word.value) for call in calls for word in call.keywords if word.arg},
         all(any(word.arg is None for word in call.keywords) for call in calls),
         tuple(function for function in functions if isinstance(function, FunctionType)),
         registries,
-        tuple(inspect.signature(forward).parameters)[1:],
+        tuple(parameters)[1:],
+        frozenset(name for name, each in parameters.items() if each.default is each.empty),
         parsed,
         sum(any(call in calls for call in calls_in(step)) for step in parsed.body if not isinstance(step, ast.If)),
     )
+
+
+def arguments_at(kind: type[nn.Module], child: str, parameters: tuple[str, ...]) -> list[dict[str, str]]:
+    """The sources of what the class's forward gives to a child with these parameters, at each of its calls."""
+    parsed = _parsed(own_forward(kind))
+    calls = [] if parsed is None else [each for each in calls_in(parsed) if ast.unparse(each.func) == f"self.{child}"]
+    plain = [each for each in calls if not any(isinstance(value, ast.Starred) for value in each.args)]
+    return [
+        {
+            **{name: ast.unparse(value) for name, value in zip(parameters, call.args, strict=False)},
+            **{word.arg: ast.unparse(word.value) for word in call.keywords if word.arg},
+        }
+        for call in plain
+    ]
+
+
+@functools.cache
+def _parsed(forward: Any) -> ast.FunctionDef | None:
+    """The source of a forward; None where it cannot be read."""
+    try:
+        (parsed,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
+    except (OSError, SyntaxError, TypeError, ValueError):
+        return None
+    return parsed if isinstance(parsed, ast.FunctionDef) else None
 
 
 def _assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:

@@ -280,6 +280,11 @@ What else to know:
   `sink`, `gated`, `entmax` and `hard` (`AttentionMechanism.softmax_like`), and refused elsewhere. A mechanism without a
   query needs projections under a usual name, three or one for all, which make queries and keys of the same input. The
   forward may do nothing to queries alone but scale them. In a class of your own one for all needs `declare_host`.
+- Hugging Face: a layer counts as cross-attention if its name or class says so ("cross", "encoder_attn", "x_attn", or
+  "pool" in its own name). It also does if its keys are made of a required argument that its queries are not made of,
+  alone or beside their own (Idefics2's latents, T5Gemma 2's decoder). A forward that takes queries, keys and values
+  counts as such where the module around it gives it other keys than queries (SAM's `final_attn_token_to_image`), and
+  its name does not say "self".
 - Hugging Face: implementations `sdpa` (the default) and `eager`; with `eager` the model builds a dense mask at every
   call, and flex attention, set before or after a swap, is refused. Most mechanisms continue from a key-value cache;
   rpc, scaled, dam, position_bias, neutreno and twicing refuse it, elliptical and value_residual where some layers alone

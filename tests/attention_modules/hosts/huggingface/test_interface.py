@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import attnswap
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import survey
 from attention_modules.pretrained import load_pretrained
 from attention_modules.swap import AttentionSwapError, restore_attention, swap_attention
 from lightning_tasks.callbacks import AttentionMonitor
@@ -23,7 +25,7 @@ transformers = pytest.importorskip("transformers")
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from tests.attention_modules.hosts.huggingface.exercise import exercise  # noqa: E402
-from tests.attention_modules.hosts.huggingface.tiny import built, first_that_runs  # noqa: E402
+from tests.attention_modules.hosts.huggingface.tiny import built, classes_of, first_that_runs, running  # noqa: E402
 from tests.rows import each_row  # noqa: E402
 
 
@@ -450,3 +452,137 @@ def test_a_mechanism_is_given_queries_as_they_were_before_a_layer_scales_them(ki
     expected = layer.mechanism(q, heads["k_proj"], heads["v_proj"], **{**given, "scale": None})
     torch.testing.assert_close(out, expected)
     restore_attention(model)
+
+
+def part_of(folder: str, name: str) -> tuple[nn.Module, partial[Any]]:
+    """A part of a model in which some layers read another sequence, and a call of it."""
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
+    if name == "Idefics2PerceiverResampler":
+        sizes = {"hidden_size": 16, "resampler_n_latents": 4, "resampler_depth": 2, "resampler_n_heads": 2}
+        config = module.Idefics2PerceiverConfig(**sizes, resampler_head_dim=8, num_key_value_heads=2)
+        given: tuple[Tensor, ...] = (torch.randn(2, 9, 16), torch.ones(2, 9))
+    elif name == "Molmo2Adapter":
+        sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+        config = module.Molmo2AdapterConfig(**sizes, vision_feature_layer=[-1])
+        given = (torch.randn(2, 9, 16), torch.arange(12).reshape(3, 4))
+    elif folder.startswith("kosmos"):
+        text = {"vocab_size": 9, "embed_dim": 16, "layers": 1, "ffn_dim": 16, "attention_heads": 2}
+        config = getattr(transformers, name.replace("ImageToTextProjection", "Config"))(
+            text_config=text, vision_config={"hidden_size": 16}, latent_query_num=4
+        )
+        config.text_config._attn_implementation = "eager"
+        given = (torch.randn(2, 9, 16),)
+    else:
+        config = getattr(module, name.replace("TwoWayTransformer", "MaskDecoderConfig"))(
+            hidden_size=16, num_hidden_layers=2, mlp_dim=20, num_attention_heads=2
+        )
+        given = (torch.randn(2, 1, 3, 16), torch.randn(2, 16, 2, 2), torch.randn(2, 16, 2, 2))
+    config._attn_implementation = "eager"
+    kwargs = {"attention_similarity": None} if name.endswith("TwoWayTransformer") else {}
+    model = getattr(module, name)(config).eval()
+    return model, partial(model, *given, **kwargs)
+
+
+def as_many_keys(model: nn.Module, call: partial[Any]) -> dict[str, bool]:
+    """Whether each layer that ran projects as many queries as keys, in a call of the plain model."""
+    seen: dict[str, dict[str, list[int]]] = {}
+    for layer in survey(model).layers:
+        for place, names in (("q", ("q_proj", "Wq", "query")), ("k", ("k_proj", "Wk", "key"))):
+            (part,) = (layer.module.get_submodule(name) for name in names if name in layer.module._modules)
+            made = seen.setdefault(layer.name, {"q": [], "k": []})[place]
+            part.register_forward_hook(lambda _, args, out, made=made: made.append(out.shape[-2]))
+    with torch.no_grad():
+        call()
+    return {name: made["q"] == made["k"] for name, made in seen.items() if made["q"]}
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        *(("sam", "SamTwoWayTransformer"), ("sam_hq", "SamHQTwoWayTransformer"), ("sam2", "Sam2TwoWayTransformer")),
+        *(("sam2_video", "Sam2VideoTwoWayTransformer"), ("edgetam", "EdgeTamTwoWayTransformer")),
+        *(("sam3_tracker", "Sam3TrackerTwoWayTransformer"), ("idefics2", "Idefics2PerceiverResampler")),
+        *(("kosmos2", "Kosmos2ImageToTextProjection"), ("kosmos2_5", "Kosmos2_5ImageToTextProjection")),
+        ("molmo2", "Molmo2Adapter"),
+    ],
+)
+def test_a_layer_with_other_keys_than_queries_is_cross_attention_whatever_its_name(folder: str, name: str) -> None:
+    model, call = part_of(folder, name)
+    own = as_many_keys(model, call)
+    assert not all(own.values())
+    assert {layer.name: not layer.cross for layer in survey(model).layers} == own
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "cross"),
+    [
+        *(("ctrl", "CTRLModel", ""), ("mobilebert", "MobileBertModel", ""), ("segformer", "SegformerModel", "")),
+        *(("inkling2", "Inkling2TextModel", ""), ("t5gemma2", "T5Gemma2ForConditionalGeneration", "decoder|head")),
+    ],
+)
+def test_a_layer_that_is_given_its_own_sequence_alone_is_self_attention(folder: str, name: str, cross: str) -> None:
+    """One tensor three times, or a reduced one; the decoder of T5Gemma 2 reads the encoder's output beside its own."""
+    model, _ = running(next(kind for kind in classes_of(folder)[1] if kind.__name__ == name))
+    expected = {layer.name: bool(cross and re.search(cross, layer.name)) for layer in survey(model).layers}
+    assert {layer.name: layer.cross for layer in survey(model).layers} == expected
+
+
+class OfThree(Own):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+        query, key, value = (self.heads(each) for each in (self.q_proj(query), self.k_proj(key), self.v_proj(value)))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, query, key, value, None, scaling=self.scaling)[0].flatten(2)
+
+
+class Latents(Own):
+    def forward(self, latents: Tensor, context: Tensor) -> Tensor:  # type: ignore[override]
+        both = torch.cat((context, latents), dim=1)
+        query, key, value = (self.heads(each) for each in (self.q_proj(latents), self.k_proj(both), self.v_proj(both)))
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, plain_eager)
+        return attend(self, query, key, value, None, scaling=self.scaling)[0].flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[Own]) -> None:
+        super().__init__()
+        self.attn = kind(transformers.BertConfig(attn_implementation="eager"))
+
+
+class OnOne(Block):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.attn(x, x, value=x)
+
+
+class OnTwo(Block):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.attn(x, value=memory, key=memory)
+
+
+class Unpacked(Block):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.attn(*(x, x, x))
+
+
+class OnLatents(Block):
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.attn(x, memory)
+
+
+@pytest.mark.parametrize(
+    ("around", "kind", "cross"),
+    [(OnOne, OfThree, False), (OnTwo, OfThree, True), (Unpacked, OfThree, False), (OnLatents, Latents, True)],
+)
+def test_in_a_class_of_ones_own_the_call_tells_self_attention_from_cross_attention(around, kind, cross) -> None:
+    model = around(kind)
+    x, memory = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
+    for _ in ("plain", "swapped by name"):
+        assert [layer.cross for layer in survey(model).layers] == [cross]
+        expected = model(x, memory)
+        swap_attention(model, "softmax", where="attn")
+        torch.testing.assert_close(model(x, memory), expected)
+    restore_attention(model)
+    if cross:
+        with pytest.raises(AttentionSwapError):
+            swap_attention(model, "sink")
+    else:
+        assert [row.name for row in swap_attention(model, "sink")] == ["attn"]
