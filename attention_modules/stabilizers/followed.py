@@ -103,7 +103,7 @@ def _is_times(one: Tensor, other: Tensor, factor: float, rounded: bool, random: 
         return None
     if random and rounded:
         # Random weights may be too small for all their digits, and sums cancel: a few numbers of a token or feature.
-        of_token, of_feature = far.double().mean(3), far.double().mean((0, 2))
+        of_token, of_feature = far.float().mean(3), far.float().mean((0, 2))
         few = max(0.02, 1 / (far.shape[0] * far.shape[2]))
         return bool((of_token <= 0.25).all() and (of_feature <= few).all())
     return not bool(far.any())

@@ -108,8 +108,6 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
         q = queries_of(mechanism, q, k)
-        if mechanism.uses_query:
-            q, scale = queries_at_kernel_scale(q, scale), None
         seen[name] = Seen(x, described(mechanism), q, k, v, out, mask, causal, scale)
 
     handles = []
@@ -147,17 +145,18 @@ def measure(name: str, seen: Seen, draws: int = 1) -> tuple[list[Row], list[Draw
         UsageError: if its numbers are not finite, or the tokens are too few.
     """
     means: list[Draw] = []
+    q, scale = seen.q, seen.scale
+    if q is not seen.k:  # of a mechanism with queries
+        q, scale = queries_at_kernel_scale(q, scale), None
     try:
-        loss = projection_loss(
-            seen.q, seen.k, seen.h, attn_mask=seen.attn_mask, is_causal=seen.is_causal, scale=seen.scale
-        )
+        loss = projection_loss(q, seen.k, seen.h, attn_mask=seen.attn_mask, is_causal=seen.is_causal, scale=scale)
         measures: dict[str, dict[str, Tensor]] = {OWN: {}}
         if seen.is_whole:
-            predicted = kernel_pca(seen.k, components=seen.v.shape[-1], scale=seen.scale).values
+            predicted = kernel_pca(seen.k, components=seen.v.shape[-1], scale=scale).values
             for draw in range(draws):
                 shown = {} if draw else {OWN: seen.v}
                 for kind, v in (shown | _controls(seen, draw)).items():
-                    found = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=seen.scale)
+                    found = compare_values(v, predicted) | gamma_constancy(seen.k, v, scale=scale)
                     means.append(mean_draw(name, kind, draw, found))
                     measures.setdefault(kind, {}).update({} if draw else found)
     except (TypeError, ValueError) as error:
