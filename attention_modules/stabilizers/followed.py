@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def follows_scale(
         Exception: what the layer raises on trial, as of an argument that cannot be copied.
     """
     assert layer.mechanism is not None
-    rows = query_key_rows(layer)
+    rows, link = query_key_rows(layer), getattr(layer.module, "link", None)
     own = {(each.owner, each.tensor): None for each in rows}
     if moved:
         parts = layer.module.modules()
@@ -51,7 +51,8 @@ def follows_scale(
     seen: list[tuple[Tensor, Tensor]] = []
     for by in (1.0, factor):
         draws = torch.Generator().manual_seed(0) if moved else None
-        with suppress(_Reached), _no_cached_casts(), rehearsed(layer.module):
+        alone = nullcontext() if link is None else link.held(link.given())  # in its stack's pass, it has its turn yet
+        with suppress(_Reached), _no_cached_casts(), alone, rehearsed(layer.module):
             for part, name in own:
                 _put(part, name, _changed(getattr(part, name).detach(), draws))
             for each in set(rows):

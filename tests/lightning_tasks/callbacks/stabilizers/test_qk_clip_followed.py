@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader
 
 import attnswap
 from attention_modules.hosts.sdpa.declared import declare_host
+from attention_modules.swap import swap_attention
 from lightning_tasks.callbacks import QKClip
-from tests.lightning_tasks.callbacks.modules import fit, weights_of
+from tests.lightning_tasks.callbacks.modules import TinyLM, fit, weights_of
 
 WIDTH, TOKENS, HEADS = 16, 5, 2
 OURS = "between W_q, W_k and their product"
@@ -358,3 +359,19 @@ def test_what_is_added_to_one_token_or_feature_is_found(kind, precision):
     net, batch = nn.Sequential(kind()).to(dtype), torch.randn(1, 1500, WIDTH, dtype=dtype)
     with pytest.warns(match=OURS):
         fit(Trains(net), [QKClip(1e9)], in_turn(batch), max_steps=1, precision=precision)
+
+
+@pytest.mark.parametrize("layers", [None, [0], [1]])
+@pytest.mark.parametrize("mechanism", ["value_residual", "neutreno", "sink"])
+def test_a_trial_leaves_what_layers_share(mechanism, layers):
+    """The witness: the same fit without the callback."""
+    found = []
+    for callbacks in ([], [QKClip(1e6, layers=layers)]):
+        module = TinyLM()
+        torch.manual_seed(0)
+        swap_attention(module, mechanism)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*cannot be called on trial")
+            fit(module, callbacks, max_epochs=2)
+        found.append(weights_of(module))
+    assert torch.equal(*found)
