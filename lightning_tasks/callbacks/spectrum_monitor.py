@@ -41,10 +41,10 @@ class SpectrumMonitor(Callback):
 
     The standard deviation of the logits that such weights give tokens of mean 0 and variance 1 that have nothing in
     common is sqrt(scale) times its factor on q kᵀ (1 / sqrt(head_dim) in most layers, 1 in T5), with ``scale`` as it is
-    logged. Above 50 (entropy collapse in sight) and
-    below 0.001 (all rows attend alike) it is warned of in words, each once; not of layers whose logits are no such
-    products (q/k norm, rope), which are named when training starts. Of sinks the spectrum says nothing. Weights that
-    are NaN or infinite are warned of, too, and their heads' eigenvalues left out of histograms and the figure.
+    logged. Above 50 (entropy collapse in sight) and below 0.001 (all rows attend alike) it is warned of in words, each
+    once; not of layers whose logits are no such products (q/k norm, rope), which are named when training starts. Of
+    sinks the spectrum says nothing. Weights that are NaN or infinite are warned of, too, and their heads' eigenvalues
+    left out of histograms and the figure.
 
     The layer's number is its place among all self-attention layers of the model, whichever are chosen.
 
