@@ -45,6 +45,7 @@ from lightning_tasks.integrations.passes import (
     steps_by_scaler,
     tensors_of,
 )
+from lightning_tasks.training.eager import finish_eagerly
 
 Log = Callable[..., Any]
 _WATCH = (AttentionMonitor, LogitMonitor, SpectrumMonitor)
@@ -254,8 +255,13 @@ class Loop:
         for each in (each for each in self.callbacks if isinstance(each, LayerObserver)):
             each.paused = paused
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self._begin_call(model)
+        finish_eagerly()
+
+    @torch.compiler.disable
+    def _begin_call(self, model: nn.Module) -> None:
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._in_backward, self._went_back = False, True  # an error has ended that backward pass
         trains = model.training and torch.is_grad_enabled() and self._has_its_own()

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 class _Stance:
     """``torch.compiler``'s stance, held by many at once, who leave in any order.
@@ -17,19 +19,17 @@ class _Stance:
 
     def __init__(self) -> None:
         self._holders = 0
-        self._held: Any = None
+        self.held: Any = None
 
     def hold(self) -> None:
         self._holders += 1
-        if self._held is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
-            import torch
-
-            self._held = torch.compiler.set_stance("force_eager")
+        if self.held is None and "torch._dynamo" in sys.modules:  # else nothing is compiled, and loading it is slow
+            self.held = torch.compiler.set_stance("force_eager")
 
     def leave(self) -> None:
         self._holders -= 1
-        if self._holders == 0 and self._held is not None:
-            held, self._held = self._held, None
+        if self._holders == 0 and self.held is not None:
+            held, self.held = self.held, None
             held.__exit__(None, None, None)
 
 
@@ -44,3 +44,14 @@ def eager() -> Iterator[None]:
         yield
     finally:
         _STANCE.leave()
+
+
+@torch.compiler.disable(recursive=False)
+def finish_eagerly() -> None:
+    """Run what is left of a compiled call eagerly, too, where it began before somebody needed that.
+
+    Called by a function that is ``torch.compiler.disable(recursive=False)``, too. Without, parts of the call would be
+    compiled one by one, and torch fails where it is to tell why it compiles one of them again.
+    """
+    if _STANCE.held:
+        torch._C._dynamo.eval_frame.set_eval_frame(None)  # type: ignore[attr-defined]

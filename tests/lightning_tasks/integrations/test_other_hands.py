@@ -92,6 +92,39 @@ def test_a_compiled_model_gives_what_it_gives_watched_or_not(name):
     torch.testing.assert_close(weights, trained(CALLBACKS[name]())[1], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mechanisms", [("gated", "rpc"), ("forgetting", "symmetric")])
+@pytest.mark.parametrize("of_module", [True, False], ids=["method", "function"])
+def test_an_observed_call_runs_no_compiled_part_and_the_next_one_does(mechanisms, of_module):
+    """Two kinds of mechanism have parts that would be compiled apart, of which torch fails to report."""
+    torch._dynamo.reset()
+    runs = []
+
+    def backend(graph, _):
+        def run(*inputs):
+            runs.append(graph)
+            return graph(*inputs)
+
+        return run
+
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    for index, mechanism in enumerate(mechanisms):
+        attnswap.swap_attention(model, mechanism, layers=[index])
+    compiled = torch.compile(model, backend=backend)
+    if of_module:
+        (compiled := model).compile(backend=backend)
+    optimizer, rows, compiled_parts = torch.optim.SGD(model.parameters(), lr=0.1), [], []
+    with attnswap.watch(model, every=2, log=lambda values, step: rows.append(step)):
+        for _ in range(4):
+            compiled(torch.randn(3, 5, 16)).square().mean().backward()
+            optimizer.step()
+            compiled_parts.append(len(runs))
+            runs.clear()
+    assert rows == [0, 2]
+    assert not compiled_parts[0] and not compiled_parts[2]
+    assert compiled_parts[1] and compiled_parts[3]
+
+
 REFUSED = {
     "backward passes": (
         {"leave_out": [0, 2], "divide": 2},
