@@ -19,7 +19,7 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
-from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, with_values
 from attention_modules.hosts.sdpa.seam import Call, Seam, Source
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
@@ -224,6 +224,7 @@ class DeclaredHost(SDPAHost):
                     turned=not normed and max(q.apart, k.apart) > close,
                     batch_first=q.source.batch_first,
                     asking=q.source.place,
+                    others=others_of(layer),
                     asks_more=self._asks_more(layer, call, widths, by_head),
                 )
             if not closest or v.apart < closest[2].apart:

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
 from typing import Any, ClassVar
@@ -24,13 +24,14 @@ from attention_modules.hosts.forwards import definer, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
-from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, with_values
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.sdpa.taken import taken
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.masks import without_causal_bias
 from attention_modules.mechanism import AttentionMechanism
+from attention_modules.sharing import READS
 
 _CHECKPOINT = torch.utils.checkpoint.checkpoint.__code__.co_filename
 # Of whose layers other hosts say what fits.
@@ -179,8 +180,7 @@ class SwappedSDPA(Swapped):
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
             attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
         asking = None if self.seam.asking is None else self.seam.asking.of(*given)
-        if not (mechanism.uses_query and not mechanism.one_query_per_key):
-            self._refuse_other_keys(given, asking, q, k)
+        self._check_keys(given, asking, q, k)
         x: Any = self._input(asking, q) if "x" in mechanism.needs else None
         if x is None and "x" in mechanism.needs:
             raise NotImplementedError(
@@ -211,14 +211,41 @@ class SwappedSDPA(Swapped):
         )
         return out.reshape(*shape[:-1], out.shape[-1])
 
-    def _refuse_other_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
-        name = type(self.mechanism).__name__
-        if q.shape[2] != k.shape[2]:
+    def _check_keys(self, given: Given, asking: Any, q: Tensor, k: Tensor) -> None:
+        mechanism, name = self.mechanism, type(self.mechanism).__name__
+        pairs = mechanism.one_query_per_key or not mechanism.uses_query
+        if pairs and q.shape[2] != k.shape[2]:
             raise NotImplementedError(
                 f"{name} needs a query for each key, and {self._shown()} gave it {q.shape[2]} "
                 f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
                 "choose another mechanism"
             )
+        if self.seam.others is None:
+            second = next(self._alike(given, asking, k), None) if pairs else None
+        else:
+            new = (place.of(*given) for place in self.seam.others)
+            second = next((x for x in new if isinstance(x, Tensor) and x is not asking), None)
+        refused = pairs or any(need in READS for need in mechanism.needs)
+        if second is None or self.seam.cross or (torch.compiler.is_compiling() and not refused):
+            return
+        if isinstance(asking, Tensor) and same_view(second, asking):
+            return
+        if refused:
+            raise NotImplementedError(
+                f"{name} needs {'a query for each key' if pairs else 'values of its own tokens'}, and {self._shown()} "
+                f"was given a second sequence {tuple(second.shape)}, which may hold its keys (cross-attention), and "
+                "which it had not when it was swapped: pass example= with both to swap_attention, or choose another "
+                "mechanism"
+            )
+        warnings.warn(
+            f"{self.plain_class.__name__} was given a second sequence, of which it makes its keys: that is "
+            "cross-attention, and it counts as self-attention (in swaps, monitors and penalties); pass example= with "
+            "both (in Lightning: example_input_array), or name the layers (where=, exclude=)",
+            stacklevel=3,
+        )
+
+    def _alike(self, given: Given, asking: Any, k: Tensor) -> Iterator[Tensor]:
+        """What may be a second sequence, by sizes, of a layer that did not run alone."""
         args, kwargs = given
         places = {place.position for place in self.seam.given}, {place.name for place in self.seam.given}
         new = [args[at] for at in range(len(args)) if at not in places[0]]
@@ -229,11 +256,7 @@ class SwappedSDPA(Swapped):
             asking = next((x for x in new if x.dim() == 3 and x.is_floating_point()), None)
         for x in new:
             if asking is not None and self._may_hold_keys(x, asking, k, alike) and not same_view(x, asking):
-                raise NotImplementedError(
-                    f"{name} needs a query for each key, and {self._shown()} was given a second sequence "
-                    f"{tuple(x.shape)}, which may hold its keys (cross-attention), and which it had not when it was "
-                    "swapped: pass example= with both to swap_attention, or choose another mechanism"
-                )
+                yield x
 
     def _may_hold_keys(self, x: Tensor, asking: Tensor, k: Tensor, alike: bool) -> bool:
         """Whether a tensor is as the queries' input, or as many tokens of a width of which the layer makes keys."""
@@ -385,7 +408,7 @@ class SDPAHost(Host):
         calls = record.calls.get(layer)
         if not calls:
             return Seam()
-        seam = replace(calls[0].seam(layer), calls=record.each_forward(layer))
+        seam = replace(calls[0].seam(layer), calls=record.each_forward(layer), others=others_of(layer))
         return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
 
     def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from attention_modules.hosts.sdpa.rehearsed import rehearsed
 from attention_modules.hosts.sdpa.seam import Call, Place, Seam
 from attention_modules.masks import visible, without_causal_bias
 
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 _TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
 
 
@@ -74,6 +76,8 @@ class Record:
     """The modules whose forward ran."""
     orders: dict[nn.Module, tuple[torch.Size, Tensor] | None] = field(default_factory=dict)
     """Where layers have their tokens from (:mod:`attention_modules.hosts.model.moved`)."""
+    others: dict[nn.Module, tuple[Place, ...] | None] = field(default_factory=dict)
+    """Arguments of which layers make keys, where they are given."""
     moved: dict[nn.Module, bool] = field(default_factory=dict)
     """Whether they have others in training."""
 
@@ -176,15 +180,19 @@ def _placed(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def named_arguments(module: nn.Module) -> list[str]:
     """Names of a forward's arguments that may be given by position."""
-    return [each.name for each in _parameters(module)]
+    return [each.name for each in _parameters(module, _POSITIONAL)]
 
 
-def _parameters(module: nn.Module) -> list[inspect.Parameter]:
+def _named(module: nn.Module) -> list[inspect.Parameter]:
+    return _parameters(module, _POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _parameters(module: nn.Module, *kinds: Any) -> list[inspect.Parameter]:
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):  # of a forward that is no function of Python's
         return []
-    return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return [each for each in parameters if not kinds or each.kind in kinds]
 
 
 def _tracked(x: Tensor) -> Tensor:
@@ -228,25 +236,52 @@ def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
     return record.alone[layer]
 
 
+def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
+    """The arguments that a layer can do without, and makes its keys of where it is given them; None if unknown."""
+    if layer not in (others := known().others):
+        told = len(_named(layer)) == len(_parameters(layer)) and layer in tried(layer).inside
+        others[layer] = tuple(place for place, _ in _with_another(layer)) if told else None
+    return others[layer]
+
+
+def _with_another(layer: nn.Module) -> Iterator[tuple[Place, Record]]:
+    """The record of a second sequence in each argument that a layer makes its keys of where it is given."""
+    first, *rest = _named(layer)
+    widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
+    for each in (each for each in rest if each.default is None):
+        for width in widths:
+            x, y = _sequences(layer, [next(iter(widths)), width])
+            with contextlib.suppress(Exception):  # whatever a stranger's forward raises of what is none
+                record = recorded(layer, {first.name: x, each.name: y})
+                if any(call.reads_another() for call in record.inside.get(layer, [])):
+                    names = named_arguments(layer)
+                    yield Place(names.index(each.name) if each.name in names else None, each.name), record
+                    break
+
+
 def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
     width = next((part.in_features for part in layer.modules() if isinstance(part, nn.Linear)), None)
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
         return Record()
-    shapes = [(2, _TOKENS, each) for each in widths[: _needed(layer)] or (width,)]
+    with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
+        return recorded(layer, _sequences(layer, widths[: _needed(layer)] or (width,)))
+    return next((record for _, record in _with_another(layer)), Record())
+
+
+def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    parameter = next(p for p in layer.parameters() if p.is_floating_point())
+    shapes = [(2, _TOKENS, each) for each in widths]
     given = tuple(torch.zeros(shape, device=parameter.device, dtype=parameter.dtype) for shape in shapes)
     if not parameter.is_meta:
         waves = (torch.linspace(-9 - at, 9, x.numel(), device=x.device).sin() for at, x in enumerate(given))
         given = tuple(x + wave.view_as(x).to(x.dtype) for x, wave in zip(given, waves, strict=True))
-    try:
-        return recorded(layer, given)
-    except Exception:  # whatever a stranger's forward raises where it is given too little
-        return Record()
+    return given
 
 
 def _needed(layer: nn.Module) -> int:
     """How many arguments its forward cannot do without."""
-    return sum(each.default is each.empty for each in _parameters(layer))
+    return sum(each.default is each.empty for each in _parameters(layer, _POSITIONAL))
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)  # while a swap looks at its model

@@ -67,6 +67,7 @@ class Seam:
         ordered_keys: likewise each key, of the tokens that the queries are made of.
         ordered_values: likewise each value, of the sample in its place.
         given: all of its arguments that are sequences.
+        others: which arguments that it can do without its keys are made of, where they are given; None if unknown.
         asks_more: what its queries do beside asking the keys, where that is looked for.
     """
 
@@ -88,6 +89,7 @@ class Seam:
     ordered_keys: bool | None = None
     ordered_values: bool | None = None
     given: tuple[Place, ...] = ()
+    others: tuple[Place, ...] | None = None
     asks_more: str | None = None
 
 
@@ -214,11 +216,12 @@ class Call:
                 of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
                 yield of_query, of_key
 
-    def _is_cross(self) -> bool:
+    def reads_another(self) -> bool:
         """Whether queries and keys are made of different tensors that the module with the projections was given."""
-        if any(of_query and of_key and of_query.isdisjoint(of_key) for of_query, of_key in self._made_of()):
-            return True
-        return self.k.shape[-2] > self.q.shape[-2]  # memory, or one token that asks all; fewer are reduced keys
+        return any(of_query and of_key and of_query.isdisjoint(of_key) for of_query, of_key in self._made_of())
+
+    def _is_cross(self) -> bool:
+        return self.reads_another() or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
 
 
 def _has_gradient(value: object) -> bool:

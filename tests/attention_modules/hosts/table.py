@@ -116,10 +116,10 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
 - *Cross-attention*, whose keys and values are of another input, is declared alike. It is swapped only where a pattern
   of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
-  `attention_maps(model, inputs, layers="cross")` shows it. If a layer was swapped as self-attention, with a mechanism
-  that needs a query for each key, a later call with other keys is an error. Without an example names decide: "cross" or
-  "pool" in the layer's own name or class, and names as `cross_attn` around it. A query that is a Parameter cannot be
-  declared.
+  `attention_maps(model, inputs, layers="cross")` shows it. Without an example a trial decides, and names: "cross" or
+  "pool" in the layer's own name or class, and names as `cross_attn` around it. A layer that may be given a second
+  sequence (`context=None`) counts as self-attention, in LocAteR's penalty too. When it is given one, mechanisms that
+  need self-attention refuse, and others warn: pass `example=`. A query that is a Parameter cannot be declared.
 - *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
   layers' values. These mechanisms are refused by name in a layer that flips, rolls, sorts, cuts or mixes its tokens
   before the projections.

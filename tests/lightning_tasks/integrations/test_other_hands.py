@@ -121,8 +121,7 @@ def test_an_observed_call_runs_no_compiled_part_and_the_next_one_does(mechanisms
             compiled_parts.append(len(runs))
             runs.clear()
     assert rows == [0, 2]
-    assert not compiled_parts[0] and not compiled_parts[2]
-    assert compiled_parts[1] and compiled_parts[3]
+    assert [each > 0 for each in compiled_parts] == [False, True, False, True]
 
 
 REFUSED = {

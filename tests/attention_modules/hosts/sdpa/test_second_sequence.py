@@ -53,18 +53,64 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("width", [32, 24])
-@pytest.mark.parametrize("mechanism", ["linear", "twicing", "sinkhorn", "mom"])
-def test_a_second_sequence_that_no_example_showed_is_refused(mechanism: str, width: int) -> None:
+class Turning(Optional):
+    """It does not run alone."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, *, turned: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x * turned, context)
+
+
+SELF = ["blocks.0.attn1", "blocks.1.attn1"]
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "twicing", "sinkhorn", "value_residual", "neutreno", "elliptical"])
+def test_a_second_sequence_that_no_example_showed_is_refused(mechanism: str) -> None:
     """With an example the layers that attend to it are left out."""
-    model, x, context = Net(width), torch.randn(2, 9, 32), torch.randn(2, 9, width)
+    model, x, context = Net(32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     swap_attention(model, mechanism)
     with pytest.raises(NotImplementedError, match=r"was given a second sequence .*pass example= with both"):
         model(x, context)
-    model = Net(width)
+    model = Net(32)
     rows = swap_attention(model, mechanism, example=(x, context))
-    assert [row.name for row in rows] == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert [row.name for row in rows] == SELF
     model(x, context)
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "sinkhorn", "value_residual", "sink"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_layer_whose_keys_need_another_width_is_cross_attention_without_an_example(
+    mechanism: str, declared: bool
+) -> None:
+    class Own(Optional):
+        pass
+
+    if declared:
+        attnswap.declare_host(Own, q="to_q", k="to_k", v="to_v", heads=4)
+    model = Net(24)
+    for block in model.blocks:
+        block.attn1, block.attn2 = Own(), Own(24)
+    assert [row.name for row in swap_attention(model, mechanism)] == SELF
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(2, 9, 32), torch.randn(2, 9, 24))
+
+
+@pytest.mark.parametrize("tokens", [9, 7])
+def test_a_mechanism_that_may_attend_to_it_acts_and_says_so(tokens: int) -> None:
+    model = Net(32)
+    swap_attention(model, "sink")
+    with pytest.warns(UserWarning, match=r"Optional was given a second sequence, .* counts as self-attention"):
+        model(torch.randn(2, 9, 32), torch.randn(2, tokens, 32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.blocks[0].attn2(x := torch.randn(2, 9, 32), x)
+        torch.compile(model, backend="eager")(x, torch.randn(2, tokens, 32))
+
+
+def test_of_a_layer_that_does_not_run_alone_sizes_say_what_may_be_a_second_sequence() -> None:
+    swap_attention(model := nn.ModuleList([Turning(24)]), "linear")
+    with pytest.raises(NotImplementedError, match="was given a second sequence"):
+        model[0](torch.randn(2, 9, 32), torch.randn(2, 9, 24), turned=torch.ones(1))
 
 
 class Turned(Optional):
@@ -78,7 +124,7 @@ class Turned(Optional):
 
 
 @pytest.mark.parametrize("mechanism", ["linear", "sinkhorn", "value_residual", "softmax"])
-@pytest.mark.parametrize("shape", [(2, 1, 32), (2, 9, 8), (2, 1, 9)])
+@pytest.mark.parametrize("shape", [(2, 1, 32), (2, 9, 8), (2, 1, 9), (2, 9, 32)])
 def test_what_is_no_sequence_of_keys_is_taken(shape: tuple[int, ...], mechanism: str) -> None:
     model = Net(32)
     for block in model.blocks:
@@ -123,7 +169,7 @@ def test_a_call_of_the_model_tells_more_than_the_name_of_a_class() -> None:
         warnings.simplefilter("error")
         rows = swap_attention(model, "sink", example=example)
         model(*example)
-    assert [row.name for row in rows] == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert [row.name for row in rows] == SELF
 
 
 class AttentionPool(nn.Module):
