@@ -121,10 +121,10 @@ class Link:
         self._give(v)
         return {name: taken[source] for name, source in sources.items()}
 
-    def given(self) -> dict[int, Tensor]:
-        """What the layers of the stack have given so far in the pass that runs, by their positions."""
+    def given(self) -> dict[int, Tensor] | None:
+        """What the layers of the stack have given so far in the pass that runs, by their positions; else None."""
         found = self._running()
-        return {} if found is None else dict(found.values)
+        return None if found is None else dict(found.values)
 
     @contextmanager
     def held(self, values: Mapping[int, Tensor]) -> Iterator[None]:

@@ -121,7 +121,8 @@ class LayerCall:
 
         names = {name: cut(name, value) for name, value in kwargs.items()}
         link: Link | None = getattr(module, "link", None)
-        others = {} if link is None else {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in link.given().items()}
+        shared = {} if link is None else link.given() or {}
+        others = {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in shared.items()}
         own = _own(x[:samples, :kept].to(dtype))
         places = [name for name in by_name if name not in kwargs]
         places = places if len(places) == len(args) else [""] * len(args)

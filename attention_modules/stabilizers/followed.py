@@ -51,7 +51,8 @@ def follows_scale(
     seen: list[tuple[Tensor, Tensor]] = []
     for by in (1.0, factor):
         draws = torch.Generator().manual_seed(0) if moved else None
-        alone = nullcontext() if link is None else link.held(link.given())  # in its stack's pass, it has its turn yet
+        others = None if link is None else link.given()
+        alone = nullcontext() if link is None or others is None else link.held(others)  # its turn in the pass is yet
         with suppress(_Reached), _no_cached_casts(), alone, rehearsed(layer.module):
             for part, name in own:
                 _put(part, name, _changed(getattr(part, name).detach(), draws))

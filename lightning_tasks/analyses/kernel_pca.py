@@ -73,6 +73,8 @@ class Seen:
     attn_mask: Tensor | None
     is_causal: bool
     scale: float | None
+    asks: bool
+    """Whether the queries are its own, and not the keys."""
 
     @property
     def is_whole(self) -> bool:
@@ -108,7 +110,7 @@ def observe(subject: Subject, inputs: Tensor, names: Sequence[str]) -> dict[str,
         x = inputs_of.get(name)
         x = x if x is not None and x.shape[:2] == (k.shape[0], k.shape[2]) else None  # else of windows, or reduced
         q = queries_of(mechanism, q, k)
-        seen[name] = Seen(x, described(mechanism), q, k, v, out, mask, causal, scale)
+        seen[name] = Seen(x, described(mechanism), q, k, v, out, mask, causal, scale, mechanism.uses_query)
 
     handles = []
     for layer in attention_layers(subject.model, list(names)):
@@ -146,7 +148,7 @@ def measure(name: str, seen: Seen, draws: int = 1) -> tuple[list[Row], list[Draw
     """
     means: list[Draw] = []
     q, scale = seen.q, seen.scale
-    if q is not seen.k:  # of a mechanism with queries
+    if seen.asks:
         q, scale = queries_at_kernel_scale(q, scale), None
     try:
         loss = projection_loss(q, seen.k, seen.h, attn_mask=seen.attn_mask, is_causal=seen.is_causal, scale=scale)

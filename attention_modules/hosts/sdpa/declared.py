@@ -19,7 +19,7 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
-from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, whose, with_values
 from attention_modules.hosts.sdpa.seam import Call, Seam, Source
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
@@ -200,7 +200,9 @@ class DeclaredHost(SDPAHost):
             calls = tried(layer, self._inputs(layer)).inside.get(layer, [])
             if not calls or not calls[0].tells(layer):
                 raise self._unchecked("the example gives it nothing but zeros, or numbers that are not finite")
-        return self._checked(layer, calls[0], widths)
+        seam, (cross, own) = self._checked(layer, calls[0], widths), whose(layer, record)
+        cross |= seam.cross
+        return replace(seam, cross=cross, own=own and not cross, others=others_of(layer))
 
     def _unchecked(self, reason: str) -> AttentionSwapError:
         return AttentionSwapError(f"the declaration of {self.kind.__name__} cannot be checked, as {reason}")
@@ -224,7 +226,6 @@ class DeclaredHost(SDPAHost):
                     turned=not normed and max(q.apart, k.apart) > close,
                     batch_first=q.source.batch_first,
                     asking=q.source.place,
-                    others=others_of(layer),
                     asks_more=self._asks_more(layer, call, widths, by_head),
                 )
             if not closest or v.apart < closest[2].apart:

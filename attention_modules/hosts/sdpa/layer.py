@@ -24,7 +24,7 @@ from attention_modules.hosts.forwards import definer, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
-from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, whose, with_values
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.sdpa.taken import taken
 from attention_modules.hosts.torch import same_view
@@ -106,7 +106,7 @@ def _forwards(kind: Any) -> set[CodeType]:
 
 
 # In the names of what is around a layer: not of a `cross_encoder`, nor of what is `crossmodal`.
-_CROSS = re.compile(r"(^|\.)cross(\.|$)|cross_?(att|block|layer)|x_?attn|att(entio)?n_?pool|pooler")
+_CROSS = re.compile(r"(^|\.)cross(\.|$)|cross_?(att|block|layer)|(?<![a-z])x_?attn|att(entio)?n_?pool|pooler")
 
 
 class SwappedSDPA(Swapped):
@@ -408,7 +408,9 @@ class SDPAHost(Host):
         calls = record.calls.get(layer)
         if not calls:
             return Seam()
-        seam = replace(calls[0].seam(layer), calls=record.each_forward(layer), others=others_of(layer))
+        cross, own = whose(layer, record)
+        times, others = record.each_forward(layer), others_of(layer)
+        seam = replace(calls[0].seam(layer), cross=cross, own=own, calls=times, others=others)
         return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
 
     def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:
@@ -432,10 +434,9 @@ class SDPAHost(Host):
         )
 
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
-        if getattr(layer, "is_cross_attention", False) is True or self.seam(layer).cross:
-            return True
-        if (calls := known().calls.get(layer)) and calls[0].is_own():  # which tells more than a name
-            return False
+        seam = self.seam(layer)
+        if getattr(layer, "is_cross_attention", False) is True or seam.cross or seam.own:  # more than a name tells
+            return not seam.own
         called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name.rpartition('.')[2]}".lower()
         return "cross" in called or "pool" in called or _CROSS.search(name.lower()) is not None
 

@@ -109,6 +109,12 @@ def recorded(model: nn.Module, example: Any) -> Record:
     return found
 
 
+def whose(layer: nn.Module, record: Record) -> tuple[bool, bool]:
+    """Whether a layer's keys are of other tokens than its queries, and whether a call of the model shows the same."""
+    calls = record.inside.get(layer, [])
+    return any(call.is_cross for call in calls), record is known() and all(call.is_own for call in calls)
+
+
 def record_of(model: nn.Module, example: Any) -> Record:
     """As :func:`recorded`; empty without an example.
 
@@ -240,23 +246,24 @@ def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
     """The arguments that a layer can do without, and makes its keys of where it is given them; None if unknown."""
     if layer not in (others := known().others):
         told = len(_named(layer)) == len(_parameters(layer)) and layer in tried(layer).inside
-        others[layer] = tuple(place for place, _ in _with_another(layer)) if told else None
+        found = [(place, record.inside.get(layer, [])) for place, record in _with_another(layer)] if told else []
+        makes_keys = (place for place, calls in found if any(call.reads_another() for call in calls))
+        others[layer] = tuple(makes_keys) if told else None
     return others[layer]
 
 
 def _with_another(layer: nn.Module) -> Iterator[tuple[Place, Record]]:
-    """The record of a second sequence in each argument that a layer makes its keys of where it is given."""
+    """The record of a call with a second sequence, for each argument in which the layer takes one."""
     first, *rest = _named(layer)
     widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
-    for each in (each for each in rest if each.default is None):
+    for each in (each for each in rest if each.default in (None, each.empty)):
         for width in widths:
             x, y = _sequences(layer, [next(iter(widths)), width])
             with contextlib.suppress(Exception):  # whatever a stranger's forward raises of what is none
                 record = recorded(layer, {first.name: x, each.name: y})
-                if any(call.reads_another() for call in record.inside.get(layer, [])):
-                    names = named_arguments(layer)
-                    yield Place(names.index(each.name) if each.name in names else None, each.name), record
-                    break
+                names = named_arguments(layer)
+                yield Place(names.index(each.name) if each.name in names else None, each.name), record
+                break
 
 
 def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
@@ -266,7 +273,7 @@ def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
         return Record()
     with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
         return recorded(layer, _sequences(layer, widths[: _needed(layer)] or (width,)))
-    return next((record for _, record in _with_another(layer)), Record())
+    return next((record for _, record in _with_another(layer) if layer in record.inside), Record())
 
 
 def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:

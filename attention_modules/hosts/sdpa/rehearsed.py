@@ -24,7 +24,8 @@ _HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 def rehearsed(model: nn.Module, training: bool = False) -> Iterator[list[nn.Module]]:
     """Inside, all modules that a model reaches have no hooks, are in one mode, and change nothing that stays.
 
-    Hooks stay that make weights, as those of PyTorch do, or hand values from layer to layer. It is the model itself
+    Hooks stay that compute: PyTorch's own make weights, those of transformers collect hidden states that the model
+    needs, ours hand values from layer to layer. It is the model itself
     that runs, as its parts may refer to each other in any way: by a list, a method, a closure. Its Parameters stay the
     same; all else that they keep is copied meanwhile, but for what :func:`.own_copies` leaves as it is.
 
@@ -51,9 +52,14 @@ def _set_back(part: nn.Module, kind: type, attributes: dict[str, Any]) -> None:
 
 
 def _that_compute(hooks: dict[int, Any]) -> dict[int, Any]:
-    made = {key: hook for key, hook in hooks.items() if type(hook).__module__.startswith("torch.nn.")}
-    shared = {key: hook for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), SharedValues)}
-    return OrderedDict(made | shared)
+    def computes(hook: Any) -> bool:
+        return (
+            type(hook).__module__.startswith("torch.nn.")
+            or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+            or isinstance(getattr(hook, "__self__", None), SharedValues)
+        )
+
+    return OrderedDict((key, hook) for key, hook in hooks.items() if computes(hook))
 
 
 def _reached(model: nn.Module) -> Iterator[nn.Module]:

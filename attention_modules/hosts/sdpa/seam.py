@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Seam:
         value_dim: width of a value.
         causal: whether it hides the future.
         cross: whether the queries are of other tokens than the keys.
+        own: whether a call of the model shows that they are of the same.
         uneven: whether there is not one query for each key.
         scale: factor on the logits, 1/sqrt(d) where None.
         by_head: whether each head has its query, key and value together in the layer's projection.
@@ -78,6 +80,7 @@ class Seam:
     value_dim: int | None = None
     causal: bool = False
     cross: bool = False
+    own: bool = False
     uneven: bool = False
     scale: float | None = None
     by_head: bool = False
@@ -174,9 +177,9 @@ class Call:
             self.q.shape[-1],
             self.v.shape[-1],
             self.causal,
-            self._is_cross(),
-            self.k.shape[-2] != self.q.shape[-2],
-            self.scale,
+            self.is_cross,
+            uneven=self.k.shape[-2] != self.q.shape[-2],
+            scale=self.scale,
             batch_first=source is None or source.batch_first,
             asking=None if source is None else source.place,
             ordered=q_in_order,
@@ -205,23 +208,42 @@ class Call:
         found = [_in_order(self.v, given[place], sources.get(place)) for place in sources or given]
         return True if True in found else False if False in found else None
 
+    @cached_property
     def is_own(self) -> bool:
-        """Whether queries and keys are made of one tensor, whatever of that they are."""
-        return not self._is_cross() and any(of_query & of_key for of_query, of_key in self._made_of())
-
-    def _made_of(self) -> Iterator[tuple[set[int], set[int]]]:
-        """Of modules with projections, innermost first, which of what they were given queries and keys are made of."""
-        for module, given in reversed(self.around):
-            if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
-                of_query, of_key = (_sources(made, [*given.values()]) for made in (self.q, self.k))
-                yield of_query, of_key
+        """Whether queries and keys are of one sequence of the module with the projections, in its order."""
+        own = None if self.is_cross else next(self._made_of(), None)
+        return own is not None and _one_in_other(*own[1:]) and self._in_order_of(*own)
 
     def reads_another(self) -> bool:
-        """Whether queries and keys are made of different tensors that the module with the projections was given."""
-        return any(of_query and of_key and of_query.isdisjoint(of_key) for of_query, of_key in self._made_of())
+        """Whether queries and keys are made of different sequences that a module with projections was given."""
+        for place, (given, of_query, of_key) in enumerate(self._made_of()):
+            if not of_query or not of_key:
+                continue
+            if of_query.isdisjoint(of_key):
+                return True
+            # Beside what both are made of, as a condition or positions, each is of a sequence of its own.
+            if not place and not _one_in_other(of_query, of_key) and not self._in_order_of(given, of_query, of_key):
+                return True
+        return False
 
-    def _is_cross(self) -> bool:
+    def _made_of(self) -> Iterator[tuple[list[Tensor], set[int], set[int]]]:
+        """Of modules with projections, innermost first, what they were given, of which queries and keys are made."""
+        for module, given in reversed(self.around):
+            if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
+                tensors = [*given.values()]
+                yield tensors, _sources(self.q, tensors), _sources(self.k, tensors)
+
+    def _in_order_of(self, given: Sequence[Tensor], of_query: set[int], of_key: set[int]) -> bool:
+        return any(_in_order(self.k, given[at], None) for at in of_query & of_key)
+
+    @cached_property
+    def is_cross(self) -> bool:
+        """Whether its keys are of other tokens than its queries."""
         return self.reads_another() or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
+
+
+def _one_in_other(one: set[int], other: set[int]) -> bool:
+    return one <= other or other <= one
 
 
 def _has_gradient(value: object) -> bool:

@@ -14,7 +14,7 @@ from transformers import BertModel, DeiTConfig, DeiTModel, GPT2Config, ViTImageP
 
 from attention_modules.analysis import compare_values, kernel_pca, projection_loss
 from lightning_tasks.__main__ import main
-from lightning_tasks.analyses.kernel_pca import observe, refuse_other_maps
+from lightning_tasks.analyses.kernel_pca import Seen, measure, observe, refuse_other_maps
 from lightning_tasks.analyses.made_by import read_made_by
 from lightning_tasks.analyses.subjects import load_subject, with_mechanism
 
@@ -128,6 +128,15 @@ def test_vision_models(texts, tmp_path):
     )
     assert {row["values"] for row in rows} == {"layer", "random values", "random linear map"}
     assert all(0 <= float(row["linear_cka"]) <= 1 for row in rows)
+
+
+def test_queries_that_are_the_very_keys_are_brought_to_the_scale_of_the_kernel():
+    k, v, h = torch.randn(3, 1, 2, 17, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    alone, copied = (
+        measure("layer", Seen(None, "SoftmaxAttention", q, k, v, h, None, False, 0.7, asks=True))[0]
+        for q in (k, k.clone())
+    )
+    assert alone == copied
 
 
 def test_values_that_are_a_random_linear_map_are_like_that_control(bert, texts, tmp_path):

@@ -16,6 +16,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import SegformerConfig, SegformerForSemanticSegmentation
 
 from attention_modules import AttentionSwapError, swap_attention
 from attention_modules.hosts.sdpa.record import own_record, recorded
@@ -269,6 +270,15 @@ def test_an_example_stays_as_it_is(mechanism: str) -> None:
     given = batch["x"].clone()
     swap_attention(InPlace(), mechanism, example=(batch,))
     assert torch.equal(batch["x"], given)
+
+
+def test_a_model_that_reads_its_hidden_states_by_hooks_of_transformers_runs_its_example() -> None:
+    sizes = {"depths": [1] * 4, "hidden_sizes": [8, 8, 16, 16], "num_attention_heads": [1, 1, 2, 2]}
+    model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, decoder_hidden_size=8)).eval()
+    image = torch.randn(1, 3, 64, 64)
+    before = model(image).logits  # which leaves the hooks
+    assert len(swap_attention(model, "softmax", example=image)) == 4
+    torch.testing.assert_close(model(image).logits, before)
 
 
 def test_the_example_of_a_lightning_module_is_moved_to_it() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import attnswap
 from attention_modules import swap_attention
+from attention_modules.hosts import attention_layers
 from tests.attention_modules.hosts.sdpa.own import Joint
 
 
@@ -135,6 +136,30 @@ def test_what_is_no_sequence_of_keys_is_taken(shape: tuple[int, ...], mechanism:
         model(torch.randn(2, 9, 32), torch.randn(shape))
 
 
+class PerToken(Optional):
+    """A condition of each token, of another width, by a projection of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(3, 32)
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + self.more(more))
+
+
+def test_a_condition_of_each_token_is_no_second_sequence() -> None:
+    swap_attention(model := nn.ModuleList([PerToken()]), "linear")
+    model[0](torch.randn(2, 9, 32), torch.randn(2, 9, 3))
+
+
+@pytest.mark.parametrize("name", ["mix_attn", "flex_attn", "complex_attn.inner", "vertexattn"])
+def test_names_that_only_end_so(name: str) -> None:
+    model = nn.Module()
+    outer, _, inner = name.partition(".")
+    model.add_module(outer, nn.ModuleDict({inner: Optional()}) if inner else Optional())
+    assert [row.name for row in swap_attention(model, "softmax")] == [name]
+
+
 @pytest.mark.parametrize("name", ["cross.attn", "cross_block.attn", "attn_pool.attn", "cross_attn.0.fn", "xattn"])
 def test_names_that_tell_of_cross_attention(name: str) -> None:
     model = nn.Module()
@@ -170,6 +195,80 @@ def test_a_call_of_the_model_tells_more_than_the_name_of_a_class() -> None:
         rows = swap_attention(model, "sink", example=example)
         model(*example)
     assert [row.name for row in rows] == SELF
+    assert [layer.name for layer in attention_layers(model)] == SELF  # nor does a name tell more afterwards
+    assert [row.name for row in swap_attention(model, "linear")] == SELF
+
+
+class Turns(Optional):
+    """Positions turn queries and keys, of whatever sequence."""
+
+    def forward(self, x: Tensor, context: Tensor, turns: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.to_q(x), self.to_k(context), self.to_v(context)
+        q, k = q * turns[:, : q.shape[1]], k * turns[:, : k.shape[1]]
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Halves(Optional):
+    """Each half of the batch attends to the other."""
+
+    def forward(self, x: Tensor, context: Tensor, turns: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x.roll(len(x) // 2, 0))
+
+
+class Pair(Optional):
+    """A decoder's self-attention: queries and keys with positions, values without."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (each.unflatten(-1, (4, 8)).transpose(1, 2) for each in (self.to_q(q), self.to_k(k), self.to_v(v)))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Decoder(nn.Module):
+    """Layers that all have "cross" in the name of their class."""
+
+    def __init__(self, other: type[Optional]) -> None:
+        super().__init__()
+        kinds = (type(f"Cross{kind.__name__}", (kind,), {}) for kind in (Pair, other))
+        self.own, self.other = (kind() for kind in kinds)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        turned = x + 0.1
+        x = x + self.own(turned, turned, x)
+        return x + self.other(x, context, torch.linspace(0.5, 1, 20 * 32).view(1, 20, 32))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("other", [Turns, Halves])
+@pytest.mark.parametrize("tokens", [9, 7])
+def test_what_queries_and_keys_share_beside_their_sequences_makes_no_self_attention(
+    batch: int, other: type[Optional], tokens: int
+) -> None:
+    """The second of two, whose queries depend on the context already."""
+    model = nn.ModuleList(Decoder(other) for _ in range(2))
+    model.forward = lambda x, context: model[1](model[0](x, context), context)  # type: ignore[method-assign]
+    example = torch.randn(batch, 9, 32), torch.randn(batch, tokens, 32)
+    if other is Halves and batch == 1:
+        return  # its half of the batch is itself
+    rows = swap_attention(model, "softmax", example=example)
+    assert [row.name for row in rows] == ["0.own", "1.own"]
+
+
+class Twice(nn.Module):
+    """One layer, which attends to itself first, then to the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.own = CrossAttention(), Optional()
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        x = x + self.own(x)
+        return x + self.both(x) + self.both(x, context)
+
+
+def test_every_call_of_a_layer_counts() -> None:
+    example = torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    assert [row.name for row in swap_attention(Twice(), "softmax", example=example)] == ["own"]
 
 
 class AttentionPool(nn.Module):
