@@ -72,8 +72,9 @@ def attention_maps(
     The model runs once, without gradients and as in evaluation (no dropout), and is as before afterwards. Layers may be
     plain or swapped, with fused kernels: a map is made beside the layer's own pass. For a mechanism it is what acts,
     not softmax(q kᵀ): map · values is what the mechanism gives (for ``rpc`` in its last pass). It need not sum to 1 in
-    a row (``sigmoid``, ``sink``, ``gated``), nor be positive (``twicing``, ``scaled``, ``differential``). Three say
-    what theirs is: ``differential`` the difference of the two maps, before its norm (``[B, H/2, N, M]`` where heads are
+    a row (``sigmoid``, ``sink``, ``gated``), nor be positive (``twicing``, ``scaled``, ``differential``). Some say
+    what theirs is: that of ``delta``, ``gated_delta``, ``gla``, ``kda`` and ``retention`` is before the norm of their
+    output; ``differential`` the difference of the two maps, before its norm (``[B, H/2, N, M]`` where heads are
     pairs); ``neutreno`` and ``value_residual`` the softmax, beside what they add to output and values.
 
     Args:

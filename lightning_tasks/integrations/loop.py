@@ -376,7 +376,8 @@ class Loop:
             raise ValueError(
                 f"{names} saw nothing of this step: no backward() came from an output of the model. Call the model "
                 "itself (not its parts, nor through torch.func), in training mode, have it return tensors, and "
-                "call backward() (gradients of torch.autograd.grad() do not count)"
+                "call backward() (gradients of torch.autograd.grad() do not count, nor those that a loss takes by "
+                "itself, as GradCache)"
             )
 
     def _refuse_hidden(self, optimizer: Optimizer) -> None:
@@ -390,7 +391,8 @@ class Loop:
         if passes > said:
             raise ValueError(
                 f"a step has {passes} backward passes, and accumulate is {said}: give accumulate={passes} where each "
-                f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call backward() once"
+                f"loss is divided by {passes}, as of {passes} batches; else add the losses up, and call "
+                "backward() once. A loss that takes gradients by itself, as GradCache, needs Lightning's trainer"
             )
         if self.precision_plugin.scaler is None and steps_by_scaler():
             raise ValueError(

@@ -46,6 +46,19 @@ def eager() -> Iterator[None]:
         _STANCE.leave()
 
 
+def drops_out(model: torch.nn.Module) -> bool:
+    """Whether a part of a model drops something at random while it trains."""
+    parts = (part for part in model.modules() if "drop" in type(part).__name__.lower())
+    return any(getattr(part, "p", 0) or getattr(part, "drop_prob", 0) for part in parts)
+
+
+def draws_otherwise() -> bool:
+    """Whether code is compiled that draws random numbers in another way than the same code eagerly."""
+    if "torch._inductor.compile_fx" not in sys.modules or torch._inductor.config.fallback_random:
+        return False
+    return bool(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
 @torch.compiler.disable(recursive=False)
 def finish_eagerly() -> None:
     """Run what is left of a compiled call eagerly, too, where it began before somebody needed that.

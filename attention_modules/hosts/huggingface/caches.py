@@ -95,6 +95,11 @@ def _keeping_layer(arguments: dict[str, Any], module: Any, new: int) -> Any:
     layers, index = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
     if layers is None or index is None or index >= len(layers):
         return None
+    if index < 0:
+        raise NotImplementedError(
+            f"{type(module.mechanism).__name__} keeps something of each token, and {type(module).__name__} is told its "
+            "place in the cache at each call alone (a block that is shared, as Zamba2's): pass use_cache=False"
+        )
     layer = layers[index]
     if not hasattr(layer, "get_seq_length"):  # it holds nothing, as the keys are those of another layer
         return None

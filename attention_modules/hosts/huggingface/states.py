@@ -43,7 +43,7 @@ def state_layer(cache: Any, module: Any) -> Any:
     cache = getattr(cache, "self_attention_cache", cache)
     layers, index = getattr(cache, "layers", None), getattr(module, "layer_idx", None)
     name = _name(module)
-    if layers is None or index is None:
+    if layers is None or index is None or index < 0:
         raise NotImplementedError(
             f"{name} keeps a state, for which {type(cache).__name__} has no place: pass use_cache=False"
         )

@@ -173,12 +173,14 @@ class SwappedSDPA(Swapped):
         made = taken(query, key, value, **own)
         shape = made[0].shape
         attn_mask, is_causal = without_causal_bias(attn_mask, is_causal, query)
-        if len(shape) == 3 and not torch.compiler.is_compiling():
+        alone = len(shape) == 3 and shape[0] == self.seam.heads != 1  # one sample, without a batch
+        if len(shape) == 3 and not alone and not torch.compiler.is_compiling():
             self._warn_of_folded_heads(given, shape)
-        q, k, v = map(_with_heads, made)
+        q, k, v = (each[None] if alone else _with_heads(each) for each in made)
         if attn_mask is not None and attn_mask.dim() > 2:
             outer = () if len(shape) == 3 else shape[:-3]  # a mask broadcasts from its end, [H, N, M] over samples
-            attn_mask = _with_heads(attn_mask.expand(*outer, *attn_mask.shape[-3:]))
+            attn_mask = attn_mask.expand(*outer, *attn_mask.shape[-3:])
+            attn_mask = attn_mask[None] if alone else _with_heads(attn_mask)
         asking = None if self.seam.asking is None else self.seam.asking.of(*given)
         self._check_keys(given, asking, q, k)
         x: Any = self._input(asking, q) if "x" in mechanism.needs else None
@@ -270,6 +272,8 @@ class SwappedSDPA(Swapped):
 
     def _input(self, asking: Any, q: Tensor) -> Tensor | None:
         """What the queries were made of, ``[B, N, C]``; None where this call does not give it."""
+        if isinstance(asking, Tensor) and asking.dim() == 2 and q.shape[0] == 1:
+            return asking[None] if len(asking) == q.shape[2] else None
         if not isinstance(asking, Tensor) or asking.dim() != 3:
             return None
         x = asking if self.seam.batch_first else asking.transpose(0, 1)
@@ -405,6 +409,8 @@ class SDPAHost(Host):
         if self._known is not None:
             return self._known
         record = known() if layer in known().calls else tried(layer)
+        if not record.has_batch(layer) and tried(layer).has_batch(layer):  # the example is of one sample alone
+            record = tried(layer)
         calls = record.calls.get(layer)
         if not calls:
             return Seam()

@@ -81,6 +81,10 @@ class Record:
     moved: dict[nn.Module, bool] = field(default_factory=dict)
     """Whether they have others in training."""
 
+    def has_batch(self, module: nn.Module) -> bool:
+        """Whether its calls have a dimension of samples for sure; of three, one may be that of the heads."""
+        return any(call.q.dim() > 3 for call in self.calls.get(module, []))
+
     def each_forward(self, module: nn.Module) -> int:
         """How many calls one forward of the module makes, its children's too; it may run several times."""
         runs = [id(given) for call in self.inside.get(module, []) for outer, given in call.around if outer is module]

@@ -21,7 +21,7 @@ from lightning_tasks.callbacks.base import Callback, Where, check_alone, refuse_
 from lightning_tasks.callbacks.monitoring.names import listed
 from lightning_tasks.callbacks.monitoring.own_hook import OwnHook
 from lightning_tasks.training.configure_hook import after_configure_model, forget_actions
-from lightning_tasks.training.eager import eager
+from lightning_tasks.training.eager import draws_otherwise, drops_out, eager
 from lightning_tasks.training.limits import check_layer_choice
 
 ForwardPreHook = Callable[..., Any]  # what it returns, if anything, replaces the arguments of the call
@@ -57,10 +57,12 @@ class LayerObserver(Callback):
         super().__init__()
         self.where, self.layers, self.exclude = check_layer_choice(where, layers, exclude)
         self._hooks: ExitStack | None = None
+        self._drops = False  # whether the model that trains has dropout, of which nothing is told yet
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         check_alone(trainer, getattr(self, "monitor", type(self)))
         refuse_flat_shards(trainer, f"{type(self).__name__} cannot observe layers")
+        self._drops = stage == "fit" and drops_out(pl_module)
         self._close_unread()  # of a trainer that ended before it could tell
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -75,6 +77,13 @@ class LayerObserver(Callback):
     def _hook(self, hooks: Iterable[tuple[nn.Module, ForwardPreHook]]) -> ExitStack:
         """Hook modules; what is returned is closed by :meth:`_unhook`."""
         self._unhook()  # of a batch that was skipped before its end
+        if self._drops and draws_otherwise():
+            self._drops = False
+            rank_zero_warn(
+                f"{type(self).__name__}: in a batch that it observes compiled code runs eagerly, whose dropout draws "
+                "other random numbers, so that this run is another one than without it: before compiling, set "
+                "torch._inductor.config.fallback_random = True"
+            )
         self._hooks = opened = ExitStack()
         for module, hook in hooks:
             own = OwnHook(module, self._seen_calls(hook))

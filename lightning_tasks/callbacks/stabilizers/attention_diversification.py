@@ -19,9 +19,10 @@ class AttentionDiversification(MapPenalty):
     Of each layer's attention map, averaged over heads, it is the mean cosine between a row and the mean row, after what
     is at most ``threshold`` times uniform attention became 0 (:func:`.diversification_loss`), of the map that acts
     where it is softmax of some queries and keys, its rows over their sums. Rows of tokens that no row sees (padding) do
-    not count. It works against tokens that all attend to
-    the same few. The gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling
-    and DDP treat it as the loss's own; the loss that is logged does not hold it.
+    not count. A layer that is called several times in a step (two views, micro-batches, GradCache) has the sum of its
+    calls. It works against tokens that all attend to the same few. The gradient enters in the backward pass of the
+    loss, where accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged
+    does not hold it.
 
     In the backward pass it computes every attention map once more, and holds the N × N map of the mean over heads of
     each sample, of one layer at a time: unlike other callbacks it costs memory that grows with N², and time.

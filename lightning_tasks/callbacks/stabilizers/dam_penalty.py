@@ -21,7 +21,8 @@ class DAMPenalty(LossPenalty):
 
     M is the whole mask ``[N, N]`` of the longest sequence: a gate counts once for each pair of positions at its
     distance, as in the released code of SparseBERT (Shi et al., ICML 2021), which has one mask for all layers. It is
-    the same draw that hid keys in this forward pass, so that both gradients of a gate are those of one sample. The
+    the same draw that hid keys in this forward pass, so that both gradients of a gate are those of one sample. A
+    layer that is called several times in a step (two views, micro-batches, GradCache) has the sum of its calls. The
     gradient enters in the backward pass of the loss, where accumulation, clipping, gradient scaling and DDP treat it as
     the loss's own; the loss that is logged does not hold it.
 

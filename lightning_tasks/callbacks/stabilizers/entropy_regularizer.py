@@ -19,7 +19,8 @@ class EntropyRegularizer(MapPenalty):
     h is a head's mean normalized entropy H_i / ln n_i over the rows that see n_i ≥ 2 keys, but those of tokens that no
     row sees (padding), from 0 (each row attends to one key) to 1 (uniform), of the map that acts where it is softmax of
     some queries and keys, its rows over their sums (:func:`attnswap.attention_maps`); the mechanism's Parameters take
-    the gradient too. The square is averaged over the samples of a batch. The form is our reading; entropy collapse is
+    the gradient too. The square is averaged over the samples of each call: a layer that is called several times in a
+    step (two views, micro-batches, GradCache) has the sum of its calls. The form is our reading; entropy collapse is
     what it works against (Zhai et al., ICML 2023). The gradient enters in the backward pass of the loss, where
     accumulation, clipping, gradient scaling and DDP treat it as the loss's own; the loss that is logged does not hold
     it. No map is held (:func:`attention_modules.stabilizers.entropy.row_entropy`).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +22,20 @@ from lightning_tasks.callbacks.stabilizers.observer import QueryKeyObserver
 
 @dataclass
 class _Call:
-    """A forward pass through a layer; ``entered`` is the backward pass with its penalty, counted from 1; 0 is none."""
+    """A forward pass through a layer, by its number.
 
+    ``entered`` is the backward pass with its penalty, counted from 1; 0 is none.
+    """
+
+    index: int
     entered: int = 0
 
 
 class LossPenalty(QueryKeyObserver, shared=True):
     """Adds weight · Σ over layers and calls of a penalty to the loss of each training batch: see :meth:`_attach`.
+
+    A layer that is called several times in a step has several: of two views of a batch, or a depth that it is shared
+    over, but also of micro-batches (a warning says so once).
 
     The gradient is added in the backward pass of the loss itself, so that accumulation, gradient scaling, clipping,
     DDP and activation checkpointing treat it as the loss's own. That is the first backward pass of Lightning's
@@ -48,7 +56,8 @@ class LossPenalty(QueryKeyObserver, shared=True):
         self._share = 1.0
         self._once = False  # whether a call's penalty enters in one backward pass alone
         self._scaler: Any = None
-        self._values: list[Tensor] = []  # of the penalties that entered
+        self._values: list[tuple[int, Tensor]] = []  # of the penalties that entered, with their layer
+        self._told_of_calls = False
         self._passed = False  # whether a backward pass of others went through
         self._backward_passes = 0  # of Lightning's
         self._with: set[int] = set()  # layers in which something has taken a gradient in this fit
@@ -97,11 +106,22 @@ class LossPenalty(QueryKeyObserver, shared=True):
         values, passed = self._values, self._passed
         self._forget()
         if values:
-            pl_module.log(self.metric, torch.stack(values).sum())
+            pl_module.log(self.metric, torch.stack([value for _, value in values]).sum())
+            self._warn_of_calls(Counter(index for index, _ in values))
         elif passed and not pl_module.automatic_optimization:
             rank_zero_warn(
                 f"{type(self).__name__}: the backward pass of this step was not Lightning's, and the penalty did not "
                 "enter it; call self.manual_backward(loss) in place of loss.backward()"
+            )
+
+    def _warn_of_calls(self, calls: Counter[int]) -> None:
+        (index, times), *_ = calls.most_common(1)
+        if times > 1 and self.weight and not self._told_of_calls:
+            self._told_of_calls = True
+            rank_zero_warn(
+                f"{type(self).__name__}: {self._layers[index].name!r} was called {times} times in a step, and each "
+                f"call has its penalty: where these are parts of one batch (micro-batches, GradCache), it counts "
+                f"{times} times, so divide weight by {times}; said once"
             )
 
     def _attach(self, index: int, penalty: Callable[..., Tensor], *parts: Tensor) -> tuple[Tensor, ...] | None:
@@ -119,7 +139,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
             self._without.add(index)
             return None
         self._with.add(index)
-        return attach_penalty(partial(self._enter, penalty, _Call()), *parts)
+        return attach_penalty(partial(self._enter, penalty, _Call(index)), *parts)
 
     def _enter(self, compute: Callable[..., Tensor], call: _Call, *parts: Tensor) -> Tensor | None:
         """The penalty of a call, times what the gradient of the loss starts with; None in others' backward passes."""
@@ -130,7 +150,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
             return None
         penalty = self.weight * compute(*parts)
         if not call.entered:
-            self._values.append(penalty.detach())
+            self._values.append((call.index, penalty.detach()))
         call.entered = self._backward_passes
         if not self.weight:
             return None

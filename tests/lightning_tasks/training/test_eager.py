@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch._dynamo  # as any compiled model loads it
 
-from lightning_tasks.training.eager import eager
+from lightning_tasks.training.eager import draws_otherwise, drops_out, eager
 
 
 @pytest.fixture
@@ -58,3 +58,22 @@ def test_the_stance_of_the_process_comes_back(compiled):
             assert not compiled()
         assert not compiled()
     assert compiled()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_dropout_is_known_by_its_rate(rate):
+    assert drops_out(torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=rate)) == bool(rate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_eager", [True, False])
+def test_code_that_inductor_compiled_draws_otherwise(as_eager, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor.config, "fallback_random", as_eager)
+    compiled, x = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5)), torch.ones(64)
+    torch.manual_seed(0)
+    found = compiled(x)
+    torch.manual_seed(0)
+    with eager():
+        assert torch.equal(compiled(x), found) == as_eager
+    assert draws_otherwise() != as_eager

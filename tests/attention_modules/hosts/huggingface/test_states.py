@@ -424,6 +424,14 @@ def test_continuous_batching_and_caches_of_other_kinds_are_refused():
         model.generate(TOKENS, past_key_values=cache, max_new_tokens=2)
 
 
+def test_layers_that_learn_their_place_in_a_cache_at_the_call_are_refused():
+    for name in ("forgetting", "window"):
+        swap_attention(model := llama(), name)
+        model.model.layers[1].self_attn.layer_idx = -1  # as in the blocks that Zamba2 shares
+        with pytest.raises(NotImplementedError, match=r"pass use_cache=False"):
+            model(TOKENS, past_key_values=DynamicCache(config=model.config))
+
+
 def test_layers_whose_keys_others_take_are_refused():
     model = llama()
     model.model.layers[1].self_attn.store_full_length_kv = True

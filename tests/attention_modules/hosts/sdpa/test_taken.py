@@ -15,9 +15,17 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from attention_modules import swap_attention
 from attention_modules.analysis import attention_maps
-from tests.attention_modules.hosts.cases import features
+from tests.attention_modules.hosts.cases import (
+    DIM,
+    HEADS,
+    MECHANISMS as MECHANISMS_OF_ALL,
+    TOKENS,
+    WITHOUT_QUERY,
+    features,
+)
 
 Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+NOT_CAUSAL = ("mom", "rkde", "sinkhorn")
 MECHANISMS = ["softmax", "sink", "sigmoid", "entmax", "l2", "twicing", "linear"]
 
 
@@ -47,6 +55,35 @@ def pair(mechanism: str, change: Change | None = None) -> tuple[Calls, Calls]:
     swap_attention(swapped, mechanism, example=features())
     plain.change = swapped.change = change
     return plain, swapped
+
+
+class Free(nn.Module):
+    """Attention over the last dimensions, whatever is before them."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in "qkv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (HEADS, -1)).transpose(-3, -2) for each in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(-3, -2).flatten(-2)
+
+
+@pytest.mark.parametrize("with_example", [True, False])
+@pytest.mark.parametrize("name", [each for each in MECHANISMS_OF_ALL if each not in WITHOUT_QUERY])
+def test_one_sample_without_a_batch_is_as_a_batch_of_one(name: str, with_example: bool) -> None:
+    """Its heads stand where a batch would."""
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(*(Free(name not in NOT_CAUSAL) for _ in range(2))).double().eval(),
+        torch.randn(TOKENS, DIM, dtype=torch.float64),
+    )
+    mechanism, options = MECHANISMS_OF_ALL[name]
+    swap_attention(model, mechanism, example=x if with_example else None, **options)
+    for each in (each for key, each in model.named_parameters() if "mechanism" in key):
+        nn.init.normal_(each, std=0.5)
+    torch.testing.assert_close(model(x), model(x[None])[0], atol=1e-12, rtol=1e-12)
 
 
 def raised(call: Callable[[], Any]) -> tuple[type[BaseException], str]:

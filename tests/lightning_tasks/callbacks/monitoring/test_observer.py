@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import signal
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lightning_tasks.callbacks import (
     QKClip,
     SwapAttention,
 )
+from lightning_tasks.callbacks.monitoring import observer
 from tests.lightning_tasks.callbacks.modules import BuildsInConfigureModel, TinyLM, batches, fit, weights_of
 from tests.rows import each_row
 
@@ -299,6 +301,18 @@ class Runs(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, *rest):
         self.steps.append(pl_module.runs > self._before)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_monitor_says_once_where_compiled_code_draws_otherwise(rate, monkeypatch):
+    monkeypatch.setattr(observer, "draws_otherwise", lambda: True)
+    module = TinyLM()
+    module.net["dropout"] = torch.nn.Dropout(rate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, [AttentionMonitor(every_n_steps=1)])
+    found = [str(each.message) for each in caught if "draws other random numbers" in str(each.message)]
+    assert len(found) == bool(rate)
 
 
 @pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -62,6 +62,15 @@ class TwoForwards(Probed):
         return loss_of(x) + loss_of(x.flip(0)).square()
 
 
+@pytest.mark.parametrize("step", [Probed, TwoForwards], ids=lambda step: step.__name__)
+def test_penalties_of_several_calls_in_a_step_are_told_of(step):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(step(), [EntropyRegularizer(WEIGHT)], max_steps=2)
+    found = [str(each.message) for each in caught if "was called 2 times in a step" in str(each.message)]
+    assert len(found) == (step is TwoForwards)
+
+
 class Evaluates(Probed):
     """A teacher's pass with gradients that never flow."""
 
