@@ -19,7 +19,7 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
-from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, whose, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, whose, with_values
 from attention_modules.hosts.sdpa.seam import Call, Seam, Source
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
@@ -184,8 +184,13 @@ class DeclaredHost(SDPAHost):
             return self._shown(layer)
         if layer not in (seams := known().seams):
             with knowing(Record()):
-                seams[layer] = self._shown(with_values(layer))
+                seam = self._shown(with_values(layer))
+            seams[layer] = self._with_sequences(layer, seam, known())
         return seams[layer]
+
+    def _with_sequences(self, layer: nn.Module, seam: Seam, record: Record) -> Seam:
+        cross, own = whose(layer, record) if layer in record.inside else (False, False)
+        return replace(seam, cross=seam.cross or cross, own=own and not seam.cross)
 
     def _shown(self, layer: nn.Module) -> Seam:
         """What a call of the layer shows, checked."""
@@ -200,9 +205,7 @@ class DeclaredHost(SDPAHost):
             calls = tried(layer, self._inputs(layer)).inside.get(layer, [])
             if not calls or not calls[0].tells(layer):
                 raise self._unchecked("the example gives it nothing but zeros, or numbers that are not finite")
-        seam, (cross, own) = self._checked(layer, calls[0], widths), whose(layer, record)
-        cross |= seam.cross
-        return replace(seam, cross=cross, own=own and not cross, others=others_of(layer))
+        return self._with_sequences(layer, self._checked(layer, calls[0], widths), record)
 
     def _unchecked(self, reason: str) -> AttentionSwapError:
         return AttentionSwapError(f"the declaration of {self.kind.__name__} cannot be checked, as {reason}")
@@ -369,9 +372,8 @@ class DeclaredHost(SDPAHost):
         return replace(found, of=self._uneven(layer), without_query=query, rotates=self.seam(layer).turned)
 
     def insert(self, layer: Any, mechanism: Any) -> None:
-        seam = self.seam(layer)
         if not isinstance(layer, SwappedSDPA):
-            layer.seam = seam  # read while the query is dropped
+            layer.seam = self.seam(layer)  # read while the query is dropped
         super().insert(layer, mechanism)
 
     def _drop_query(self, layer: Any) -> None:

@@ -29,6 +29,7 @@ from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.sdpa.taken import taken
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
+from attention_modules.kernels import transforms_active
 from attention_modules.masks import without_causal_bias
 from attention_modules.mechanism import AttentionMechanism
 from attention_modules.sharing import READS
@@ -222,15 +223,15 @@ class SwappedSDPA(Swapped):
                 f"queries and {k.shape[2]} keys (a key-value cache, or cross-attention): run it without a cache, or "
                 "choose another mechanism"
             )
+        refused = pairs or any(need in READS for need in mechanism.needs)
+        if self.seam.cross or (torch.compiler.is_compiling() and not refused):
+            return
         if self.seam.others is None:
-            second = next(self._alike(given, asking, k), None) if pairs else None
+            new: Iterator[Any] = self._alike(given, asking, k) if pairs else iter(())
         else:
             new = (place.of(*given) for place in self.seam.others)
-            second = next((x for x in new if isinstance(x, Tensor) and x is not asking), None)
-        refused = pairs or any(need in READS for need in mechanism.needs)
-        if second is None or self.seam.cross or (torch.compiler.is_compiling() and not refused):
-            return
-        if isinstance(asking, Tensor) and same_view(second, asking):
+        second = next((x for x in new if isinstance(x, Tensor) and not _is_same(x, asking)), None)
+        if second is None:
             return
         if refused:
             raise NotImplementedError(
@@ -239,12 +240,13 @@ class SwappedSDPA(Swapped):
                 "which it had not when it was swapped: pass example= with both to swap_attention, or choose another "
                 "mechanism"
             )
-        warnings.warn(
-            f"{self.plain_class.__name__} was given a second sequence, of which it makes its keys: that is "
-            "cross-attention, and it counts as self-attention (in swaps, monitors and penalties); pass example= with "
-            "both (in Lightning: example_input_array), or name the layers (where=, exclude=)",
-            stacklevel=3,
-        )
+        if not self.host.is_cross(self, None, mechanism.spec.layer_name or ""):
+            warnings.warn(
+                f"{self.plain_class.__name__} was given a second sequence, of which it makes its keys: that is "
+                "cross-attention, and it counts as self-attention, in monitors and penalties too; restore it, and pass "
+                "example= with both to swap_attention (in Lightning: example_input_array), or leave it out (exclude=)",
+                stacklevel=3,
+            )
 
     def _alike(self, given: Given, asking: Any, k: Tensor) -> Iterator[Tensor]:
         """What may be a second sequence, by sizes, of a layer that did not run alone."""
@@ -257,7 +259,7 @@ class SwappedSDPA(Swapped):
         if not alike:  # no trial told, and the first counts as what queries are made of
             asking = next((x for x in new if x.dim() == 3 and x.is_floating_point()), None)
         for x in new:
-            if asking is not None and self._may_hold_keys(x, asking, k, alike) and not same_view(x, asking):
+            if asking is not None and self._may_hold_keys(x, asking, k, alike):
                 yield x
 
     def _may_hold_keys(self, x: Tensor, asking: Tensor, k: Tensor, alike: bool) -> bool:
@@ -295,6 +297,15 @@ class SwappedSDPA(Swapped):
     def _shown(self) -> str:
         name = self.mechanism.spec.layer_name
         return f"{self.plain_class.__name__} {name!r}" if name else self.plain_class.__name__
+
+
+def _is_same(x: Tensor, asking: Any) -> bool:
+    """Whether a sequence is that of the queries, or one that was computed alike; within a transform, may be."""
+    if x is asking or not isinstance(asking, Tensor) or x.shape != asking.shape:
+        return x is asking
+    if transforms_active():
+        return True
+    return same_view(x, asking) or not (x.is_meta or torch.compiler.is_compiling() or not torch.equal(x, asking))
 
 
 def _acted_in(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -415,8 +426,7 @@ class SDPAHost(Host):
         if not calls:
             return Seam()
         cross, own = whose(layer, record)
-        times, others = record.each_forward(layer), others_of(layer)
-        seam = replace(calls[0].seam(layer), cross=cross, own=own, calls=times, others=others)
+        seam = replace(calls[0].seam(layer), cross=cross, own=own, calls=record.each_forward(layer))
         return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
 
     def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:
@@ -441,8 +451,10 @@ class SDPAHost(Host):
 
     def is_cross(self, layer: nn.Module, parent: nn.Module | None, name: str) -> bool:
         seam = self.seam(layer)
-        if getattr(layer, "is_cross_attention", False) is True or seam.cross or seam.own:  # more than a name tells
-            return not seam.own
+        if getattr(layer, "is_cross_attention", False) is True or seam.cross:
+            return True
+        if seam.own:  # which tells more than a name
+            return False
         called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name.rpartition('.')[2]}".lower()
         return "cross" in called or "pool" in called or _CROSS.search(name.lower()) is not None
 
@@ -515,7 +527,7 @@ class SDPAHost(Host):
         )
 
     def insert(self, layer: Any, mechanism: AttentionMechanism) -> None:
-        seam = self.seam(layer)
+        seam = layer.seam if isinstance(layer, SwappedSDPA) else replace(self.seam(layer), others=others_of(layer))
         super().insert(layer, mechanism)
         layer.seam = seam
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -76,8 +78,6 @@ class Record:
     """The modules whose forward ran."""
     orders: dict[nn.Module, tuple[torch.Size, Tensor] | None] = field(default_factory=dict)
     """Where layers have their tokens from (:mod:`attention_modules.hosts.model.moved`)."""
-    others: dict[nn.Module, tuple[Place, ...] | None] = field(default_factory=dict)
-    """Arguments of which layers make keys, where they are given."""
     moved: dict[nn.Module, bool] = field(default_factory=dict)
     """Whether they have others in training."""
 
@@ -115,8 +115,9 @@ def recorded(model: nn.Module, example: Any) -> Record:
 
 def whose(layer: nn.Module, record: Record) -> tuple[bool, bool]:
     """Whether a layer's keys are of other tokens than its queries, and whether a call of the model shows the same."""
-    calls = record.inside.get(layer, [])
-    return any(call.is_cross for call in calls), record is known() and all(call.is_own for call in calls)
+    first, *later = record.inside[layer]
+    cross = first.is_cross or any(call.reads_another for call in later)  # keys of a cache are no other sequence
+    return cross, not cross and first.is_own and record is known()
 
 
 def record_of(model: nn.Module, example: Any) -> Record:
@@ -247,27 +248,34 @@ def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
 
 
 def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
-    """The arguments that a layer can do without, and makes its keys of where it is given them; None if unknown."""
-    if layer not in (others := known().others):
-        told = len(_named(layer)) == len(_parameters(layer)) and layer in tried(layer).inside
-        found = [(place, record.inside.get(layer, [])) for place, record in _with_another(layer)] if told else []
-        makes_keys = (place for place, calls in found if any(call.reads_another() for call in calls))
-        others[layer] = tuple(makes_keys) if told else None
-    return others[layer]
+    """The arguments that a layer makes its keys of, and not its queries, if they differ; None if unknown."""
+    if len(_named(layer)) < len(_parameters(layer)) or layer not in tried(layer).inside:
+        return None
+    found = ((place, record.inside.get(layer, [])) for place, record in _with_another(layer))
+    return tuple(place for place, calls in found if any(call.reads_another for call in calls))
 
 
 def _with_another(layer: nn.Module) -> Iterator[tuple[Place, Record]]:
-    """The record of a call with a second sequence, for each argument in which the layer takes one."""
-    first, *rest = _named(layer)
+    """A call with a second sequence in each argument that takes one beside the first; the others have the first."""
+    named, names = _named(layer), named_arguments(layer)
     widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
-    for each in (each for each in rest if each.default in (None, each.empty)):
-        for width in widths:
+    for each, width in itertools.product(named[1:], widths):
+        if each.default in (None, each.empty):
             x, y = _sequences(layer, [next(iter(widths)), width])
-            with contextlib.suppress(Exception):  # whatever a stranger's forward raises of what is none
-                record = recorded(layer, {first.name: x, each.name: y})
-                names = named_arguments(layer)
+            given = {other.name: x for other in named if other.default is other.empty or other is named[0]}
+            if record := _run(layer, given | {each.name: y}):
                 yield Place(names.index(each.name) if each.name in names else None, each.name), record
-                break
+
+
+def _run(layer: nn.Module, given: Any) -> Record | None:
+    """The record of a call that is made up; None where the layer does not take it, or not as sequences."""
+    with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever a stranger's forward raises, or says
+        warnings.simplefilter("ignore")
+        record = recorded(layer, given)
+        made = [call.q for call in record.inside.get(layer, [])]
+        if made and all(q.shape[-2] == _TOKENS and (q.dim() == 3 or q.shape[:-3] == (2,)) for q in made):
+            return record
+    return None
 
 
 def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
@@ -275,9 +283,14 @@ def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
         return Record()
-    with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
-        return recorded(layer, _sequences(layer, widths[: _needed(layer)] or (width,)))
-    return next((record for _, record in _with_another(layer) if layer in record.inside), Record())
+    needed = _needed(layer)
+    if needed > 1 and not widths:  # one sequence, as self-attention is given it
+        alike = _run(layer, _sequences(layer, (width,)) * needed)
+    else:
+        alike = None
+        with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
+            alike = recorded(layer, _sequences(layer, widths[:needed] or (width,)))
+    return alike or next((record for _, record in _with_another(layer)), Record())
 
 
 def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:

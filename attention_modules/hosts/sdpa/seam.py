@@ -69,7 +69,8 @@ class Seam:
         ordered_keys: likewise each key, of the tokens that the queries are made of.
         ordered_values: likewise each value, of the sample in its place.
         given: all of its arguments that are sequences.
-        others: which arguments that it can do without its keys are made of, where they are given; None if unknown.
+        others: which arguments its keys are made of, and not its queries, where they are another sequence; None if
+            unknown.
         asks_more: what its queries do beside asking the keys, where that is looked for.
     """
 
@@ -210,40 +211,46 @@ class Call:
 
     @cached_property
     def is_own(self) -> bool:
-        """Whether queries and keys are of one sequence of the module with the projections, in its order."""
-        own = None if self.is_cross else next(self._made_of(), None)
-        return own is not None and _one_in_other(*own[1:]) and self._in_order_of(*own)
+        """Whether queries and keys are made of the same, and of the same places of it."""
+        given, of_query, of_key = next(self._made_of(), ((), set(), set()))
+        same = not self.is_cross and bool(of_query) and of_query == of_key
+        return same and not all(self._apart(given[at]) for at in of_query)
 
+    @cached_property
     def reads_another(self) -> bool:
-        """Whether queries and keys are made of different sequences that a module with projections was given."""
-        for place, (given, of_query, of_key) in enumerate(self._made_of()):
-            if not of_query or not of_key:
-                continue
-            if of_query.isdisjoint(of_key):
-                return True
-            # Beside what both are made of, as a condition or positions, each is of a sequence of its own.
-            if not place and not _one_in_other(of_query, of_key) and not self._in_order_of(given, of_query, of_key):
-                return True
-        return False
+        """Whether keys are made of a sequence that queries are not made of, whatever else both are made of."""
+        found = [*self._made_of()]
+        if any(of_query and of_key and of_query.isdisjoint(of_key) for _, of_query, of_key in found):
+            return True
+        # Else each may have its positions, beside the sequence that values are made of.
+        return any(
+            of_query - of_key and of_key - of_query and _sources(self.v, given) - of_query
+            for given, of_query, of_key in found[:1]
+        )
 
-    def _made_of(self) -> Iterator[tuple[list[Tensor], set[int], set[int]]]:
+    @cached_property
+    def is_cross(self) -> bool:
+        """Whether its keys are of other tokens than its queries."""
+        return self.reads_another or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
+
+    def _made_of(self) -> Iterator[tuple[Sequence[Tensor], set[int], set[int]]]:
         """Of modules with projections, innermost first, what they were given, of which queries and keys are made."""
         for module, given in reversed(self.around):
             if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
                 tensors = [*given.values()]
                 yield tensors, _sources(self.q, tensors), _sources(self.k, tensors)
 
-    def _in_order_of(self, given: Sequence[Tensor], of_query: set[int], of_key: set[int]) -> bool:
-        return any(_in_order(self.k, given[at], None) for at in of_query & of_key)
-
-    @cached_property
-    def is_cross(self) -> bool:
-        """Whether its keys are of other tokens than its queries."""
-        return self.reads_another() or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
-
-
-def _one_in_other(one: set[int], other: set[int]) -> bool:
-    return one <= other or other <= one
+    def _apart(self, x: Tensor) -> bool:
+        """Whether queries and keys of a sample are of other tokens of a tensor: of another sample, or another part."""
+        if x.is_meta:
+            return False
+        with torch.inference_mode(False), torch.enable_grad():
+            slopes = [
+                torch.autograd.grad(made[0].float().sum(), x, allow_unused=True, retain_graph=True)[0]
+                for made in (self.q, self.k)
+            ]
+        of_query, of_key = (torch.zeros(1) if slope is None else slope.ne(0).any(-1) for slope in slopes)
+        return bool(of_query.any() and of_key.any() and not (of_query & of_key).any())
 
 
 def _has_gradient(value: object) -> bool:

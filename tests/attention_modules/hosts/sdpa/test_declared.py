@@ -136,7 +136,7 @@ def test_an_example_without_values_checks_nothing(example: torch.Tensor) -> None
 def test_what_runs_on_such_an_example_alone_cannot_be_checked() -> None:
     class Needs(KeysFirst):
         def forward(self, x: torch.Tensor, rope: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-            return super().forward(x)
+            return super().forward(x) + rope.view(6, 16)
 
     zeros = torch.zeros(1, 6, 16)
     with pytest.raises(AttentionSwapError, match="gives it nothing but zeros, or numbers that are not finite"):

@@ -58,7 +58,7 @@ class Turning(Optional):
     """It does not run alone."""
 
     def forward(self, x: Tensor, context: Tensor | None = None, *, turned: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x * turned, context)
+        return super().forward(x * float(turned), context)
 
 
 SELF = ["blocks.0.attn1", "blocks.1.attn1"]

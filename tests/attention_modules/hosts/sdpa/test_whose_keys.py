@@ -1,0 +1,213 @@
+"""Whether a layer of one's own attends to its own tokens: by calls of the model, by a trial, else by names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attention_modules import AttentionSwapError, swap_attention
+
+Made = tuple[Tensor, Tensor, Tensor]
+
+
+class Own(nn.Module):
+    """Attention of what a function makes of the arguments."""
+
+    made: Callable[..., Made]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in "qkv")
+
+    def forward(self, *given: Tensor) -> Tensor:
+        given = type(self).made(*given)
+        q, k, v = (
+            each(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            for each, x in zip((self.q, self.k, self.v), given, strict=True)
+        )
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Net(nn.Module):
+    """One such layer, beside one that attends to itself for sure."""
+
+    def __init__(self, name: str, made: Callable[..., Made]) -> None:
+        super().__init__()
+        self.attn = type(name, (Own,), {"made": staticmethod(made)})()
+        self.sure = type("Sure", (Own,), {"made": staticmethod(lambda x: (x, x, x))})()
+
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return self.attn(self.sure(x), *others)
+
+
+def counted(name: str, made: Callable[..., Made], *others: Any, x: Any = (4, 8, 32), device: str = "cpu") -> list[str]:
+    """The layers that count as self-attention, by a call of the model."""
+    example = tuple(torch.randn(shape, device=device) for shape in (x, *others))
+    with torch.device(device):
+        model = Net(name, made)
+    return [row.name for row in swap_attention(model, "softmax", example=example)]
+
+
+def pooled(x: Tensor) -> Tensor:
+    return x.unflatten(1, (-1, 2)).mean(2)
+
+
+def normed(x: Tensor) -> Tensor:
+    return F.group_norm(x.transpose(1, 2), 4).transpose(1, 2)
+
+
+def behind(x: Tensor) -> Tensor:
+    return torch.cat([x[:, :1], x[:, :-1]], 1)
+
+
+# Queries and keys of the same tokens, however keys are made of them.
+SELF: dict[str, Callable[..., Made]] = {
+    "in order": lambda x: (x, x, x),
+    "pooled keys": lambda x: (x, pooled(x), pooled(x)),
+    "rolled": lambda x: (x.roll(2, 1),) * 3,
+    "normed over tokens": lambda x: (normed(x),) * 3,
+    "shifted": lambda x: (x, behind(x), behind(x)),
+    "zeros": lambda x: (x, 0 * x, 0 * x),
+    "both streams": lambda x, y: (torch.cat([x, y], 1),) * 3,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("how", SELF)
+def test_a_call_shows_self_attention_whatever_the_name_of_the_class(how: str, device: str) -> None:
+    others = [(4, 8, 32)] if how == "both streams" else []
+    assert counted("CrossShapedAttention", SELF[how], *others, device=device) == ["attn", "sure"]
+
+
+@pytest.mark.parametrize("keys", [lambda x: x, pooled, lambda x: x.roll(2, 1), normed, lambda x: 0 * x])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_queries_and_keys_may_have_positions_of_their_own(keys: Callable[[Tensor], Tensor], device: str) -> None:
+    def made(x: Tensor, of_query: Tensor, of_key: Tensor) -> Made:
+        return x + of_query, keys(x + of_key), keys(x)
+
+    assert counted("Attention", made, (4, 8, 32), (4, 8, 32), device=device) == ["attn", "sure"]
+
+
+CROSS: dict[str, Callable[..., Made]] = {
+    "turned": lambda x, y, more: (x * more, y * more, y),
+    "conditioned": lambda x, y, more: (x + more, y + more, y + more),
+}
+
+
+@pytest.mark.parametrize("how", CROSS)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_both_sequences_share_makes_no_self_attention(how: str, batch: int, tokens: int, device: str) -> None:
+    shape = (batch, 8, 32)
+    assert counted("Attention", CROSS[how], shape, (batch, tokens, 32), x=shape, device=device) == ["sure"]
+
+
+# Of one argument, keys of other samples or tokens than queries.
+OTHERS: dict[str, Callable[..., Made]] = {
+    "other half of the batch": lambda x: (x, x.roll(2, 0), x.roll(2, 0)),
+    "queries of the other half": lambda x: (x.roll(2, 0), x, x),
+    "other half of the tokens": lambda x: (x[:, :4], x[:, 4:], x[:, 4:]),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_of_other_samples_or_tokens_of_one_argument_a_name_tells(how: str) -> None:
+    made = OTHERS[how]
+    model = nn.ModuleList([type(name, (Own,), {"made": staticmethod(made)})() for name in ("CrossView", "View")])
+    example = torch.randn(4, 8, 32)
+    with pytest.raises(AttentionSwapError, match="the model has cross-attention only"):
+        swap_attention(model[0], "softmax", example=example)
+    assert len(swap_attention(model[1], "softmax", example=example)) == 1
+
+
+class Segments(nn.Module):
+    """Each segment attends to the one before, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = type("Attention", (Own,), {"made": staticmethod(self._made)})()
+
+    @staticmethod
+    def _made(x: Tensor, kept: Tensor | None = None) -> Made:
+        both = x if kept is None else torch.cat([kept, x], 1)
+        return x, both, both
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x.chunk(2, 1)
+        return self.attn(self.attn(first) * second, first)
+
+
+def test_a_memory_is_no_second_sequence() -> None:
+    x = torch.randn(2, 8, 32)
+    assert [row.name for row in swap_attention(Segments(), "sink", example=x)] == ["attn"]
+
+
+class Block(nn.Module):
+    """A set attends to another one, which may be itself: both are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in "qkv")
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each, x in ((self.q, x), (self.k, y), (self.v, y)))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Variadic(Own):
+    """Of arguments that have no names."""
+
+    made = staticmethod(lambda x, y: (x + y, x + y, x))
+
+
+class Sets(nn.Module):
+    """Two such layers, and one that no trial can call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.unused = nn.ModuleList([Block(), Block()]), Variadic()
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        x = self.layers[0](x, x)
+        return self.layers[1](x, x.clone() if y is None else y)  # the same, computed twice
+
+
+@pytest.mark.parametrize("mechanism", ["linear", "sink", "value_residual"])
+def test_one_sequence_that_is_given_twice_is_self_attention(mechanism: str) -> None:
+    model, x = Sets(), torch.randn(2, 9, 32)
+    assert [row.name for row in swap_attention(model, mechanism, where="layers*")] == ["layers.0", "layers.1"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x)
+    other = pytest.raises(NotImplementedError, match="was given a second sequence")
+    with other if mechanism != "sink" else pytest.warns(UserWarning, match="was given a second sequence"):
+        model(x, torch.randn(2, 9, 32))
+
+
+def test_within_a_transform_what_cannot_be_told_is_taken() -> None:
+    swap_attention(layer := nn.ModuleList([Block()]), "linear")
+    torch.func.vmap(lambda x: layer[0](x, x[:]))(torch.randn(3, 2, 9, 32))
+
+
+def test_a_layer_may_say_so_itself() -> None:
+    model = Net("Attention", lambda x: (x, x, x))
+    model.attn.is_cross_attention = True
+    assert [row.name for row in swap_attention(model, "softmax", example=torch.randn(2, 8, 32))] == ["sure"]
+
+
+def test_a_trial_whose_sequences_do_not_come_out_as_such_tells_nothing() -> None:
+    class Timed(Block):
+        def forward(self, x: Tensor, time: Tensor) -> Tensor:  # time [B, C]
+            return super().forward(x := x + time[:, None], x)
+
+    with pytest.raises(ValueError, match=r"the number of heads of Timed .*pass example="):
+        swap_attention(Timed(), "sink")
+    swap_attention(layer := Timed(), "linear")
+    assert layer(torch.randn(2, 9, 32), torch.randn(2, 32)).shape == (2, 9, 32)
