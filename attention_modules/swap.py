@@ -15,7 +15,7 @@ from torch import nn
 
 from attention_modules.base import options_text
 from attention_modules.function import FunctionAttention
-from attention_modules.hosts import describe
+from attention_modules.hosts import describe, may_learn
 from attention_modules.hosts.base import (
     AttentionLayer,
     AttentionSwapError,
@@ -40,7 +40,8 @@ from attention_modules.hosts.model.sharded import is_sharded, sharded_refusal
 from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as_layers, warn_of_twins
 from attention_modules.hosts.query import QueryPart, hooked_refusal
 from attention_modules.hosts.report import SwapReport, SwapRow
-from attention_modules.hosts.sdpa.record import Record, knowing, known, own_record, record_of
+from attention_modules.hosts.sdpa.layer import SDPAHost
+from attention_modules.hosts.sdpa.record import Record, keep_shown, knowing, known, own_record, record_of
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import READABLE, wrapped_by_peft
@@ -211,7 +212,8 @@ def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
         return known()
     try:
         described = (describe(found, layer) for layer in found.layers if layer.name in names)
-        return known() if all(layer.spec.told for layer in described) else record_of(model, example)
+        told = all(layer.spec.told and not may_learn(layer) for layer in described)
+        return known() if told else record_of(model, example)
     except AttentionSwapError:  # a declaration that needs the example
         return record_of(model, example)
 
@@ -278,6 +280,7 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
         new = [place.name for place in made_parameters(modules, owned)]
         _warn_of_adapters(model, new)
     remember_made(modules, owned)
+    keep_shown(layer.module for layer in prepared.found.layers if isinstance(layer.host, SDPAHost))
     rows = [
         SwapRow(
             layer.name,

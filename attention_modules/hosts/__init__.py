@@ -10,7 +10,8 @@ from torch import nn
 from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Host
 from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, only_cross, select, survey
 from attention_modules.hosts.model.heads import refuse_spread
-from attention_modules.hosts.sdpa.record import knowing, own_record
+from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
+from attention_modules.hosts.sdpa.record import keep_shown, knowing, own_record, would_show
 from attention_modules.hosts.table import known_hosts
 
 __all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]
@@ -42,11 +43,19 @@ def attention_layers(
         if own is None:
             raise
     else:
-        own = None if all(layer.spec.told for layer in described) else own_record(model)
+        own = None if all(layer.spec.told and not may_learn(layer) for layer in described) else own_record(model)
         if own is None:
             return described
     with knowing(own):
-        return _described(model, where, layers, exclude)
+        described = _described(model, where, layers, exclude)
+        keep_shown(layer.module for layer in survey(model).layers if isinstance(layer.host, SDPAHost))
+        return described
+
+
+def may_learn(layer: AttentionLayer) -> bool:
+    """Whether an example might tell more of a layer of one's own."""
+    own = isinstance(layer.host, SDPAHost) and not isinstance(layer.module, SwappedSDPA)
+    return own and would_show(layer.module)
 
 
 def _described(

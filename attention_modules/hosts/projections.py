@@ -122,7 +122,7 @@ class Projections:
 
     def _project(self, layer: Any, path: str, x: Tensor) -> Tensor:
         """Of ``[..., C]`` or ``[B, C, h, w]``, features in place of C."""
-        projection = getattr(layer, path)
+        projection = layer.get_submodule(path)
         if self.own_biases and layer.v_bias is not None:
             bias = torch.cat([getattr(layer, f"{letter}_bias") for letter in self._present(layer, "qkv")])
             if layer.qkv_bias_separate:

@@ -37,7 +37,8 @@ _SETTINGS = (".yaml", ".yml", ".json")
 # What a folder holds whose files are of one model, adapter, tokenizer or sharded checkpoint.
 _OF_A_MODEL = (
     *("config.json", "adapter_config.json", "model_index.json", "modules.json", ".metadata"),
-    "open_clip_config.json",
+    *("open_clip_config.json", "scheduler_config.json", "generation_config.json", "sentencepiece.bpe.model"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json"),
 )
 _WHOLE = 1 << 28  # bytes of a file that are read; a larger one counts by size and time of change
@@ -167,12 +168,20 @@ def _of_path(name: str, path: Path) -> Sources:
         return {name: _digest(path)}
     if not any((path / each).is_file() for each in _OF_A_MODEL):
         return {}
-    files = ((each, each.relative_to(path)) for each in sorted(path.rglob("[!.]*")) if each.is_file())
-    return {
-        f"{name}/{inner.as_posix()}": _digest(each)
-        for each, inner in files
-        if not any(part.startswith(".") for part in inner.parts)
-    }
+    return {f"{name}/{each.relative_to(path).as_posix()}": _digest(each) for each in _files_below(path)}
+
+
+def _files_below(path: Path) -> list[Path]:
+    """All files that are not hidden, behind links to folders too, each folder once."""
+    found, seen = list[Path](), set[str]()
+    for folder, inner, files in os.walk(path, followlinks=True):
+        if (real := os.path.realpath(folder)) in seen:
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(each for each in inner if not each.startswith("."))
+        found += [Path(folder, each) for each in files if not each.startswith(".") and Path(folder, each).is_file()]
+    return sorted(found)
 
 
 def _digest(path: Path) -> str:

@@ -457,7 +457,7 @@ def watch(
     every: int = 100,
     log: Log | None = None,
     callbacks: Sequence[pl.Callback] | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
+    optimizer: Optimizer | Sequence[Optimizer] | None = (),
     accumulate: int = 1,
     scaler: Any = None,
 ) -> Loop:
@@ -491,7 +491,7 @@ def watch(
         [0, 1]
     """
     given = [AttentionMonitor(every)] if callbacks is None else [*callbacks]
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
     return Loop(model, given, _print if log is None else log, optimizers, accumulate, scaler)
 
 

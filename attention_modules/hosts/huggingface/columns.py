@@ -29,7 +29,7 @@ def check_positions(name: str, positions: Tensor, hidden: Tensor | None, by_dist
         right, what = _keeps_distances(positions, hidden), "do not rise by as many as the columns from token to token"
     else:
         right = positions == torch.arange(positions.shape[-1], device=positions.device)
-        what = "are not 0 to N - 1 (packed sequences, or padding before them)"
+        what = "are not 0 to N - 1 (packed sequences, padding before them, or a model that counts from 1)"
     require(
         (right if hidden is None else right | hidden).all(),
         f"{name} counts columns, and these position_ids {what}: {_CURE}",

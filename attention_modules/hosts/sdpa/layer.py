@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from attention_modules.base import AttentionSpec
@@ -24,7 +25,17 @@ from attention_modules.hosts.forwards import definer, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
-from attention_modules.hosts.sdpa.record import Record, knowing, known, others_of, tried, whose, with_values
+from attention_modules.hosts.sdpa.record import (
+    Record,
+    asking_of,
+    knowing,
+    known,
+    others_of,
+    shown,
+    tried,
+    whose,
+    with_values,
+)
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.sdpa.taken import taken
 from attention_modules.hosts.torch import same_view
@@ -230,6 +241,8 @@ class SwappedSDPA(Swapped):
             new: Iterator[Any] = self._alike(given, asking, k) if pairs else iter(())
         else:
             new = (place.of(*given) for place in self.seam.others)
+        if not isinstance(asking, Tensor):
+            asking = next((x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor)), None)
         second = next((x for x in new if isinstance(x, Tensor) and not _is_same(x, asking)), None)
         if second is None:
             return
@@ -303,9 +316,13 @@ def _is_same(x: Tensor, asking: Any) -> bool:
     """Whether a sequence is that of the queries, or one that was computed alike; within a transform, may be."""
     if x is asking or not isinstance(asking, Tensor) or x.shape != asking.shape:
         return x is asking
-    if transforms_active():
+    if transforms_active() or isinstance(x, FakeTensor):
         return True
-    return same_view(x, asking) or not (x.is_meta or torch.compiler.is_compiling() or not torch.equal(x, asking))
+    if torch.compiler.is_compiling() or x.is_meta or same_view(x, asking):
+        return same_view(x, asking)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(((x == asking) | (x.isnan() & asking.isnan())).all())
 
 
 def _acted_in(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -427,6 +444,8 @@ class SDPAHost(Host):
             return Seam()
         cross, own = whose(layer, record)
         seam = replace(calls[0].seam(layer), cross=cross, own=own, calls=record.each_forward(layer))
+        if record is not known() and (asking := asking_of(layer)) is not None:
+            seam = replace(seam, asking=asking)
         return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
 
     def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:
@@ -453,8 +472,9 @@ class SDPAHost(Host):
         seam = self.seam(layer)
         if getattr(layer, "is_cross_attention", False) is True or seam.cross:
             return True
-        if seam.own:  # which tells more than a name
-            return False
+        told = False if seam.own else shown(layer)
+        if told is not None:  # which says more than a name
+            return told
         called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name.rpartition('.')[2]}".lower()
         return "cross" in called or "pool" in called or _CROSS.search(name.lower()) is not None
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -70,6 +69,8 @@ class Record:
     """Of any module, its children's calls too."""
     alone: dict[nn.Module, Record] = field(default_factory=dict)
     """What trials of layers showed meanwhile."""
+    beside: dict[nn.Module, list[tuple[Place, Record]]] = field(default_factory=dict)
+    """What trials of them with a second sequence showed."""
     seams: dict[nn.Module, Seam] = field(default_factory=dict)
     """What copies with values showed of layers without."""
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -118,6 +119,27 @@ def whose(layer: nn.Module, record: Record) -> tuple[bool, bool]:
     first, *later = record.inside[layer]
     cross = first.is_cross or any(call.reads_another for call in later)  # keys of a cache are no other sequence
     return cross, not cross and first.is_own and record is known()
+
+
+_SHOWN = "_attends_elsewhere"  # in a module: whether it does, as an example showed, or None where none told
+
+
+def shown(layer: nn.Module) -> bool | None:
+    """Whether an earlier example showed a layer to attend to others' tokens."""
+    found: bool | None = vars(layer).get(_SHOWN)
+    return found
+
+
+def keep_shown(layers: Iterable[nn.Module]) -> None:
+    """Keep what the example that is known shows of layers, for when there is none."""
+    for layer in layers if known().example is not None else ():
+        cross, own = whose(layer, known()) if layer in known().inside else (False, False)
+        vars(layer)[_SHOWN] = cross or (False if own else None)
+
+
+def would_show(layer: nn.Module) -> bool:
+    """Whether no example has told of a layer yet."""
+    return _SHOWN not in vars(layer)
 
 
 def record_of(model: nn.Module, example: Any) -> Record:
@@ -249,22 +271,44 @@ def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
 
 def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
     """The arguments that a layer makes its keys of, and not its queries, if they differ; None if unknown."""
-    if len(_named(layer)) < len(_parameters(layer)) or layer not in tried(layer).inside:
+    if len(_named(layer)) < len(_parameters(layer)) or not _as_sequences(layer, tried(layer)):
         return None
-    found = ((place, record.inside.get(layer, [])) for place, record in _with_another(layer))
-    return tuple(place for place, calls in found if any(call.reads_another for call in calls))
+    calls = [(place, record.inside[layer][0]) for place, record in _beside(layer)]
+    first, asking = _place(layer, _named(layer)[0].name), asking_of(layer)
+    return tuple({first if place == asking else place: None for place, call in calls if call.reads_another})
 
 
-def _with_another(layer: nn.Module) -> Iterator[tuple[Place, Record]]:
-    """A call with a second sequence in each argument that takes one beside the first; the others have the first."""
-    named, names = _named(layer), named_arguments(layer)
-    widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
-    for each, width in itertools.product(named[1:], widths):
-        if each.default in (None, each.empty):
-            x, y = _sequences(layer, [next(iter(widths)), width])
-            given = {other.name: x for other in named if other.default is other.empty or other is named[0]}
-            if record := _run(layer, given | {each.name: y}):
-                yield Place(names.index(each.name) if each.name in names else None, each.name), record
+def asking_of(layer: nn.Module) -> Place | None:
+    """Of a layer to which a trial gave one sequence several times, the argument that its queries are made of."""
+    if len(_required(layer)) < 2:
+        return None
+    made = ((place, record.inside[layer][0].seam(layer).asking) for place, record in _beside(layer))
+    return next((place for place, asking in made if asking == place), None)
+
+
+def _beside(layer: nn.Module) -> list[tuple[Place, Record]]:
+    """Calls with a second sequence in each argument that takes one beside the first; the others have the first."""
+    if layer not in (beside := known().beside):
+        named = _named(layer)
+        widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
+        beside[layer] = []
+        for each in (each for each in named[1:] if each.default in (None, each.empty)):
+            for width in widths:
+                x, y = _sequences(layer, [next(iter(widths)), width])
+                given = {other.name: x for other in [named[0], *_required(layer)]} | {each.name: y}
+                if record := _run(layer, given):
+                    beside[layer].append((_place(layer, each.name), record))
+                    break
+    return beside[layer]
+
+
+def _place(layer: nn.Module, name: str) -> Place:
+    names = named_arguments(layer)
+    return Place(names.index(name) if name in names else None, name)
+
+
+def _required(layer: nn.Module) -> list[inspect.Parameter]:
+    return [each for each in _named(layer) if each.default is each.empty]
 
 
 def _run(layer: nn.Module, given: Any) -> Record | None:
@@ -272,10 +316,15 @@ def _run(layer: nn.Module, given: Any) -> Record | None:
     with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever a stranger's forward raises, or says
         warnings.simplefilter("ignore")
         record = recorded(layer, given)
-        made = [call.q for call in record.inside.get(layer, [])]
-        if made and all(q.shape[-2] == _TOKENS and (q.dim() == 3 or q.shape[:-3] == (2,)) for q in made):
+        if _as_sequences(layer, record):
             return record
     return None
+
+
+def _as_sequences(layer: nn.Module, record: Record) -> bool:
+    """Whether its queries are those of the tokens of a trial."""
+    made = [call.q for call in record.inside.get(layer, [])]
+    return bool(made) and all(q.shape[-2] == _TOKENS and (q.dim() == 3 or q.shape[:-3] == (2,)) for q in made)
 
 
 def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
@@ -283,14 +332,17 @@ def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
     parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if width is None or parameter is None:
         return Record()
-    needed = _needed(layer)
-    if needed > 1 and not widths:  # one sequence, as self-attention is given it
-        alike = _run(layer, _sequences(layer, (width,)) * needed)
+    required = _required(layer)
+    if len(required) > 1 and not widths:  # one sequence, as self-attention is given it
+        (x,) = _sequences(layer, (width,))
+        found = _run(layer, {each.name: x for each in required})
     else:
-        alike = None
+        found = None
         with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
-            alike = recorded(layer, _sequences(layer, widths[:needed] or (width,)))
-    return alike or next((record for _, record in _with_another(layer)), Record())
+            found = recorded(layer, _sequences(layer, widths[: len(required)] or (width,)))
+    if found is None and (not widths or len(required) == 1):
+        found = next((record for _, record in _beside(layer)), None)
+    return found or Record()
 
 
 def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -301,11 +353,6 @@ def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:
         waves = (torch.linspace(-9 - at, 9, x.numel(), device=x.device).sin() for at, x in enumerate(given))
         given = tuple(x + wave.view_as(x).to(x.dtype) for x, wave in zip(given, waves, strict=True))
     return given
-
-
-def _needed(layer: nn.Module) -> int:
-    """How many arguments its forward cannot do without."""
-    return sum(each.default is each.empty for each in _parameters(layer, _POSITIONAL))
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)  # while a swap looks at its model

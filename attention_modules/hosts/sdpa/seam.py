@@ -222,10 +222,9 @@ class Call:
         found = [*self._made_of()]
         if any(of_query and of_key and of_query.isdisjoint(of_key) for _, of_query, of_key in found):
             return True
-        # Else each may have its positions, beside the sequence that values are made of.
+        # Else each may have its positions: only of a sequence are values made, too.
         return any(
-            of_query - of_key and of_key - of_query and _sources(self.v, given) - of_query
-            for given, of_query, of_key in found[:1]
+            of_query - of_key and (of_key & _sources(self.v, given)) - of_query for given, of_query, of_key in found[:1]
         )
 
     @cached_property

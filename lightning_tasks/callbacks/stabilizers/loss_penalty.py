@@ -56,7 +56,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
         self._share = 1.0
         self._once = False  # whether a call's penalty enters in one backward pass alone
         self._scaler: Any = None
-        self._values: list[tuple[int, Tensor]] = []  # of the penalties that entered, with their layer
+        self._values: list[tuple[tuple[int, int], Tensor]] = []  # that entered, by layer and backward pass
         self._told_of_calls = False
         self._passed = False  # whether a backward pass of others went through
         self._backward_passes = 0  # of Lightning's
@@ -107,15 +107,15 @@ class LossPenalty(QueryKeyObserver, shared=True):
         self._forget()
         if values:
             pl_module.log(self.metric, torch.stack([value for _, value in values]).sum())
-            self._warn_of_calls(Counter(index for index, _ in values))
+            self._warn_of_calls(Counter(key for key, _ in values))
         elif passed and not pl_module.automatic_optimization:
             rank_zero_warn(
                 f"{type(self).__name__}: the backward pass of this step was not Lightning's, and the penalty did not "
                 "enter it; call self.manual_backward(loss) in place of loss.backward()"
             )
 
-    def _warn_of_calls(self, calls: Counter[int]) -> None:
-        (index, times), *_ = calls.most_common(1)
+    def _warn_of_calls(self, calls: Counter[tuple[int, int]]) -> None:
+        ((index, _), times), *_ = calls.most_common(1)
         if times > 1 and self.weight and not self._told_of_calls:
             self._told_of_calls = True
             rank_zero_warn(
@@ -150,7 +150,7 @@ class LossPenalty(QueryKeyObserver, shared=True):
             return None
         penalty = self.weight * compute(*parts)
         if not call.entered:
-            self._values.append((call.index, penalty.detach()))
+            self._values.append(((call.index, self._backward_passes), penalty.detach()))
         call.entered = self._backward_passes
         if not self.weight:
             return None

@@ -118,9 +118,10 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
   `attention_maps(model, inputs, layers="cross")` shows it. Without an example a trial decides, and names: "cross" or
   "pool" in the layer's own name or class, and names as `cross_attn` around it. A layer that may be given a second
-  sequence of the same width (`forward(x, context=None)`, `forward(q, k, v)`) counts as self-attention, in LocAteR's
-  penalty too. When it is given one, mechanisms that need self-attention refuse, and others warn: pass `example=`. Of
-  `*args`, `**kwargs` and defaults other than None this is not known. A query that is a Parameter cannot be declared.
+  sequence of the same width (`forward(x, context=None)`; undeclared, `forward(q, k, v)`) counts as self-attention, in
+  LocAteR's penalty too. When it is given one, mechanisms that need self-attention refuse, and others warn: pass
+  `example=`. Of `*args`, `**kwargs` and defaults other than None this is not known. A query that is a Parameter cannot
+  be declared.
 - *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
   layers' values. These mechanisms are refused by name in a layer that flips, rolls, sorts, cuts or mixes its tokens
   before the projections.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attention_modules import AttentionSwapError, swap_attention
+from attention_modules.hosts import attention_layers
 
 Made = tuple[Tensor, Tensor, Tensor]
 
@@ -92,6 +95,13 @@ def test_queries_and_keys_may_have_positions_of_their_own(keys: Callable[[Tensor
         return x + of_query, keys(x + of_key), keys(x)
 
     assert counted("Attention", made, (4, 8, 32), (4, 8, 32), device=device) == ["attn", "sure"]
+
+
+def test_values_may_have_arguments_of_their_own() -> None:
+    def made(x: Tensor, of_query: Tensor, of_key: Tensor, of_value: Tensor) -> Made:
+        return x + of_query, x + of_key, x + of_value
+
+    assert counted("Attention", made, (4, 8, 32), (4, 8, 32), (4, 8, 32)) == ["attn", "sure"]
 
 
 CROSS: dict[str, Callable[..., Made]] = {
@@ -189,6 +199,67 @@ def test_one_sequence_that_is_given_twice_is_self_attention(mechanism: str) -> N
     other = pytest.raises(NotImplementedError, match="was given a second sequence")
     with other if mechanism != "sink" else pytest.warns(UserWarning, match="was given a second sequence"):
         model(x, torch.randn(2, 9, 32))
+
+
+def test_what_an_example_showed_is_known_afterwards() -> None:
+    """Of layers that were left out, too, in copies, and where it is that of a LightningModule."""
+
+    class Task(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net("Attention", lambda x, y: (x, y, y))
+            self.example_input_array = torch.randn(2, 8, 32), torch.randn(2, 8, 32)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.net(x, y)
+
+    for named in (False, True):
+        task = Task()
+        if named:
+            swap_attention(task.net, "softmax", example=task.example_input_array)
+            assert [layer.name for layer in attention_layers(copy.deepcopy(task.net))] == ["sure"]
+            assert [row.name for row in swap_attention(task.net, "twicing")] == ["sure"]
+        else:
+            assert [layer.name for layer in attention_layers(task)] == ["net.sure"]
+            assert [row.name for row in swap_attention(task, "sink")] == ["net.sure"]
+
+
+class Reversed(Block):
+    """The sequence that asks comes second."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(y, x)
+
+
+def test_a_mechanism_that_needs_the_input_is_given_that_of_the_queries() -> None:
+    swap_attention(layer := nn.ModuleList([Reversed()]), "gated")
+    seen: list[Tensor] = []
+    layer[0].mechanism.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["x"]), with_kwargs=True)
+    with pytest.warns(UserWarning, match="was given a second sequence"):
+        layer[0](torch.randn(2, 9, 32), x := torch.randn(2, 9, 32))
+    assert seen[0] is x
+
+
+class SequenceFirst(nn.Module):
+    """``[N, B, C]``, which no trial of ``[B, N, C]`` tells from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in "qkv")
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        context = x if context is None else context
+        q, k, v = (
+            each(x).unflatten(-1, (4, 8)).permute(1, 2, 0, 3)
+            for each, x in ((self.q, x), (self.k, context), (self.v, context))
+        )
+        return F.scaled_dot_product_attention(q, k, v).permute(2, 0, 1, 3).flatten(2)
+
+
+def test_of_a_trial_whose_tokens_lie_elsewhere_sizes_tell() -> None:
+    swap_attention(layer := nn.ModuleList([SequenceFirst()]), "linear")
+    with pytest.raises(NotImplementedError, match="was given a second sequence"):
+        layer[0](torch.randn(9, 2, 32), torch.randn(9, 2, 32))
 
 
 def test_within_a_transform_what_cannot_be_told_is_taken() -> None:

@@ -308,6 +308,8 @@ def test_a_package_that_imports_what_it_finds_counts_whole(project):
         ("adapter_config.json", "adapter_model.safetensors"),
         ("tokenizer_config.json", "vocab.txt"),
         ("model_index.json", "unet/model.safetensors"),
+        ("preprocessor_config.json", "README.md"),
+        ("scheduler_config.json", "README.md"),
         ("config.json", "1_Dense/model.safetensors"),
         (".metadata", "__0_0.distcp"),
     ],
@@ -321,6 +323,19 @@ def test_a_folder_of_a_model_counts_by_all_of_its_files(project, files):
     assert {*before} == {f"named/{name}" for name in files if not name.startswith(".")}
     (folder / files[1]).write_text("2")
     assert changed_sources(before, sources_of(["named"])) == [f"named/{files[1]}"]
+
+
+def test_files_behind_a_link_to_a_folder_count_once(project):
+    (project / "shared/vae").mkdir(parents=True)
+    (project / "shared/vae/weights.txt").write_text("1")
+    (project / "named").mkdir()
+    (project / "named/model_index.json").write_text("{}")
+    (project / "named/vae").symlink_to(project / "shared/vae")
+    (project / "named/vae/around").symlink_to(project / "named")  # which would have no end
+    before = sources_of(["named"])
+    assert {*before} == {"named/model_index.json", "named/vae/weights.txt"}
+    (project / "shared/vae/weights.txt").write_text("2")
+    assert changed_sources(before, sources_of(["named"])) == ["named/vae/weights.txt"]
 
 
 @pytest.fixture
