@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ def watch_positions(model: nn.Module) -> None:
     for module in model.modules():
         if not _takes_positions(type(module)):
             continue
-        mechanisms = [part.mechanism for part in module.modules() if isinstance(part, Swapped)]
+        mechanisms = [part.mechanism for part in _of_its_tokens(module) if isinstance(part, Swapped)]
         columns = [each for each in mechanisms if each.counts_columns]
         counting = columns or [each for each in mechanisms if each.counts_distances]
         for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _check]:
@@ -33,14 +34,26 @@ def watch_positions(model: nn.Module) -> None:
             module.register_forward_pre_hook(_check, with_kwargs=True)
 
 
+def _of_its_tokens(module: nn.Module) -> Iterator[nn.Module]:
+    """Its parts, but for towers of images or sounds, whose tokens have no such positions."""
+    yield module
+    for part in module.children():
+        kind = type(part)
+        if not _is_model(kind) or _takes_positions(kind) or getattr(part, "main_input_name", None) == "input_ids":
+            yield from _of_its_tokens(part)
+
+
+def _is_model(kind: Any) -> bool:
+    return any(each.__name__ == "PreTrainedModel" for each in kind.__mro__)
+
+
 def _takes_positions(kind: Any) -> bool:
-    model = any(each.__name__ == "PreTrainedModel" for each in kind.__mro__)
-    return model and "position_ids" in inspect.signature(kind.forward).parameters
+    return _is_model(kind) and "position_ids" in inspect.signature(kind.forward).parameters
 
 
 def _source(model: nn.Module) -> int | str | None:
     """What the model makes positions of: the mask (OPT), or all tokens but the padding one of this number (RoBERTa)."""
-    for part in model.modules():
+    for part in _of_its_tokens(model):
         kind, made = type(part), "create_position_ids_from_input_ids"
         if isinstance(part, nn.Embedding) and "attention_mask" in inspect.signature(kind.forward).parameters:
             return "mask"

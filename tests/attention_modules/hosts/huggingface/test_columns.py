@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from transformers import CLIPConfig, CLIPModel
 
 from attention_modules.hosts.huggingface.columns import check_positions
 from attention_modules.swap import restore_attention, swap_attention
@@ -141,3 +143,17 @@ def test_positions_that_only_the_model_is_told_are_refused(family: str, name: st
     restore_attention(model)
     model(FIRST, position_ids=REVERSED)
     assert not any(part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.parametrize("where", ["vision_model*", "text_model*"])
+def test_positions_of_a_text_are_none_of_an_image(where: str) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = {**sizes, "vocab_size": 50, "max_position_embeddings": 16}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 4})).eval()
+    given = {"input_ids": torch.arange(3, 11)[None], "pixel_values": torch.randn(1, 3, 16, 16)}
+    given["position_ids"] = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    before = model(**given).logits_per_image
+    swap_attention(model, "position_bias", where=where, num_tokens=17)
+    refused = pytest.raises(ValueError, match="are not 0 to N - 1") if where.startswith("text") else nullcontext()
+    with refused:
+        torch.testing.assert_close(model(**given).logits_per_image, before)
