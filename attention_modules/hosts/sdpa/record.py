@@ -134,7 +134,7 @@ def keep_shown(layers: Iterable[nn.Module]) -> None:
     """Keep what the example that is known shows of layers, for when there is none."""
     for layer in layers if known().example is not None else ():
         cross, own = whose(layer, known()) if layer in known().inside else (False, False)
-        vars(layer)[_SHOWN] = cross or (False if own else None)
+        vars(layer)[_SHOWN] = cross if cross or own else shown(layer)  # another example may have told
 
 
 def would_show(layer: nn.Module) -> bool:

@@ -224,6 +224,14 @@ def test_what_an_example_showed_is_known_afterwards() -> None:
             assert [row.name for row in swap_attention(task, "sink")] == ["net.sure"]
 
 
+def test_an_example_that_leaves_a_layer_out_takes_nothing_back() -> None:
+    model = Net("Attention", lambda x, y: (x, y, y))
+    swap_attention(model, "softmax", example=(torch.randn(2, 8, 32), torch.randn(2, 8, 32)))
+    model.forward = lambda x: model.sure(x)  # type: ignore[method-assign]
+    swap_attention(model, "sink", where="sure", example=torch.randn(2, 8, 32))
+    assert [layer.name for layer in attention_layers(model)] == ["sure"]
+
+
 class Reversed(Block):
     """The sequence that asks comes second."""
 
