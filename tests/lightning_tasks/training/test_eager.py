@@ -67,13 +67,13 @@ def test_dropout_is_known_by_its_rate(rate):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("as_eager", [True, False])
-def test_code_that_inductor_compiled_draws_otherwise(as_eager, monkeypatch):
+def test_code_that_inductor_compiled_draws_otherwise(as_eager):
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor.config, "fallback_random", as_eager)
-    compiled, x = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5)), torch.ones(64)
-    torch.manual_seed(0)
-    found = compiled(x)
-    torch.manual_seed(0)
-    with eager():
-        assert torch.equal(compiled(x), found) == as_eager
-    assert draws_otherwise() != as_eager
+    with torch._inductor.config.patch(fallback_random=as_eager):
+        compiled, x = torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5)), torch.ones(64)
+        torch.manual_seed(0)
+        found = compiled(x)
+        torch.manual_seed(0)
+        with eager():
+            assert torch.equal(compiled(x), found) == as_eager
+        assert draws_otherwise() != as_eager
