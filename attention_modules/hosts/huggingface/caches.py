@@ -8,6 +8,7 @@ by the cache's own object for the layer, so that they are reordered, cropped and
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attention_modules.hosts.model.inputs import CACHES
 from attention_modules.sharing import READS
 
 CACHE = "attnswap_cache"  # by which a layer hands the cache that it was called with to our attention function
@@ -172,7 +174,8 @@ def warn_of_cache(model: nn.Module, swapped: type[nn.Module]) -> None:
     writers = []
     for name, module in model.named_modules():
         if getattr(module.__dict__.get("generation_config"), "use_cache", False):
-            found = why_no_cache([each for each in module.modules() if isinstance(each, swapped)])
+            layers = [each for each in module.modules() if isinstance(each, swapped)]
+            found = why_no_cache([each for each in layers if _keeps(each, module)])
             reasons += [each for each in found if each not in reasons]
             writers += [f"{name and '.'}{name}"] * bool(found)
     if writers:
@@ -182,6 +185,13 @@ def warn_of_cache(model: nn.Module, swapped: type[nn.Module]) -> None:
             f"{cure} before you generate. Training is not concerned",
             stacklevel=5,
         )
+
+
+def _keeps(layer: Any, model: Any) -> bool:
+    """Whether generation gives a layer the cache: not one of a tower of images, nor of the encoder."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    inner = encoder is not None and any(layer is each for each in encoder.modules())
+    return not inner and not inspect.signature(layer.plain_class.forward).parameters.keys().isdisjoint(CACHES)
 
 
 def why_no_cache(layers: Sequence[Any]) -> list[str]:

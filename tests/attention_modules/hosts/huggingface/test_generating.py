@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,32 @@ def test_the_swap_warns_of_a_cache_that_will_be_refused() -> None:
         model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False)
     model.generation_config.use_cache = False
     assert model.generate(torch.randint(5, 60, (1, 6)), max_new_tokens=2, do_sample=False).shape == (1, 8)
+
+
+def _of_an_encoder() -> torch.nn.Module:
+    sizes = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(d_model=16, vocab_size=60, max_position_embeddings=16, **sizes, **heads)
+    return transformers.BartForConditionalGeneration(config)
+
+
+def _of_images() -> torch.nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    text = transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=60)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=4, patch_size=2)
+    return transformers.LlavaForConditionalGeneration(transformers.LlavaConfig(vision_config=vision, text_config=text))
+
+
+@pytest.mark.parametrize(("of", "where"), [(_of_an_encoder, "*encoder*"), (_of_images, "*vision*")])
+def test_no_cache_reaches_an_encoder_or_a_tower_of_images(of: Any, where: str) -> None:
+    model = of().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap_attention(model, "rpc", where=where)
+    prompt = torch.randint(5, 60, (1, 6))
+    assert model.generate(prompt, max_new_tokens=2, do_sample=False).shape[0] == 1
+    with pytest.warns(UserWarning, match=r"RPCAttention needs the whole sequence"):
+        swap_attention(model, "rpc")
 
 
 @each_row("name", OF_OTHER_LAYERS)
