@@ -229,8 +229,9 @@ What else to know:
 - Softmax put in for softmax leaves training bitwise unchanged: outputs, gradients, weights, dropout masks and memory
   layouts (`tests/attention_modules/hosts/model/test_layout.py`). The exceptions are layers that write the softmax out
   themselves, which differ by rounding: LeViT, EfficientFormer, Swin, Swin v2, GC ViT, ConViT, Visformer, NesT,
-  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`; and layers of your
-  own that give the function a mask of three dimensions or tensors of five, for which PyTorch alone takes its slow form.
+  TNT, Hiera in its windows, SAM with its bias, mmsegmentation, and Hugging Face models with `eager`; layers of your
+  own that give the function a mask of three dimensions or tensors of five, for which PyTorch alone takes its slow form;
+  and, in gradients of half precision without a mask, Hugging Face layers with fewer key heads than query heads.
   NesT's dropout of attention weights draws in another order.
 - In a configuration without callbacks, `_target_: attention_modules.swapped` stands around what builds the network:
   `model`, `mechanism`, `where`, `layers`, `exclude` and the mechanism's options.
