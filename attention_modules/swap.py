@@ -41,7 +41,8 @@ from attention_modules.hosts.model.twins import Plan, equalize_copies, freeze_as
 from attention_modules.hosts.query import QueryPart, hooked_refusal
 from attention_modules.hosts.report import SwapReport, SwapRow
 from attention_modules.hosts.sdpa.layer import SDPAHost
-from attention_modules.hosts.sdpa.record import Record, keep_shown, knowing, known, own_record, record_of
+from attention_modules.hosts.sdpa.record import Record, knowing, known, own_record, record_of
+from attention_modules.hosts.sdpa.whose import keep_shown
 from attention_modules.hosts.table import loaded_hosts
 from attention_modules.hosts.trained import made_parameters, owned_parameters, remember_made
 from attention_modules.hosts.weights import READABLE, wrapped_by_peft
@@ -211,11 +212,12 @@ def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
     if example is None or known().calls:
         return known()
     try:
-        described = (describe(found, layer) for layer in found.layers if layer.name in names)
-        told = all(layer.spec.told and not may_learn(layer) for layer in described)
-        return known() if told else record_of(model, example)
+        described = [describe(found, layer) for layer in found.layers if layer.name in names]
     except AttentionSwapError:  # a declaration that needs the example
         return record_of(model, example)
+    if not all(layer.spec.told for layer in described):
+        return record_of(model, example)
+    return (own_record(model) if may_learn(model, described) else None) or known()
 
 
 @torch.inference_mode(False)
@@ -266,6 +268,7 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
     shared = any(map(shares_values, modules.values()))
     made: dict[int, nn.Parameter] = {}
     fixed = [_fixed_tokens(layer, built) for layer, built in plan]
+    keep_shown(layer.module for layer in prepared.found.layers if isinstance(layer.host, SDPAHost))
     with _AllOrNothing(model):
         for (layer, built), tokens in zip(plan, fixed, strict=True):
             layer.host.insert(layer.module, built)
@@ -280,7 +283,6 @@ def _commit(model: nn.Module, prepared: _Prepared) -> SwapReport:
         new = [place.name for place in made_parameters(modules, owned)]
         _warn_of_adapters(model, new)
     remember_made(modules, owned)
-    keep_shown(layer.module for layer in prepared.found.layers if isinstance(layer.host, SDPAHost))
     rows = [
         SwapRow(
             layer.name,

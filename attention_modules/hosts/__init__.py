@@ -11,7 +11,8 @@ from attention_modules.hosts.base import AttentionLayer, AttentionSwapError, Hos
 from attention_modules.hosts.discovery import Found, Selector, Survey, host_of, only_cross, select, survey
 from attention_modules.hosts.model.heads import refuse_spread
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA
-from attention_modules.hosts.sdpa.record import keep_shown, knowing, own_record, would_show
+from attention_modules.hosts.sdpa.record import knowing, own_record
+from attention_modules.hosts.sdpa.whose import keep_shown, would_show
 from attention_modules.hosts.table import known_hosts
 
 __all__ = ["AttentionLayer", "AttentionSwapError", "Host", "attention_layers", "host_of", "known_hosts"]
@@ -43,7 +44,8 @@ def attention_layers(
         if own is None:
             raise
     else:
-        own = None if all(layer.spec.told and not may_learn(layer) for layer in described) else own_record(model)
+        told = all(layer.spec.told for layer in described) and not may_learn(model, described)
+        own = None if told else own_record(model)
         if own is None:
             return described
     with knowing(own):
@@ -52,10 +54,11 @@ def attention_layers(
         return described
 
 
-def may_learn(layer: AttentionLayer) -> bool:
-    """Whether an example might tell more of a layer of one's own."""
-    own = isinstance(layer.host, SDPAHost) and not isinstance(layer.module, SwappedSDPA)
-    return own and would_show(layer.module)
+def may_learn(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+    """Whether the example of a LightningModule might tell more of layers of one's own."""
+    example = getattr(model, "example_input_array", None)
+    own = [each.module for each in layers if isinstance(each.host, SDPAHost)]
+    return example is not None and any(would_show(each, example) for each in own if not isinstance(each, SwappedSDPA))
 
 
 def _described(

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention_modules.hosts.sdpa.record import arguments, copied, known, with_values
+from attention_modules.hosts.sdpa.record import arguments, copied, known
 from attention_modules.hosts.sdpa.rehearsed import rehearsed
+from attention_modules.hosts.sdpa.trial import with_values
 from attention_modules.mechanisms.shared.kept import default_states
 
 _LEVELS = 1.2 ** torch.arange(-8.0, 8.0)  # apart enough that half precision tells them from each other

@@ -19,8 +19,10 @@ from attention_modules.hosts.projections import Projections, Widths
 from attention_modules.hosts.query import QueryPart, WithoutQuery, become
 from attention_modules.hosts.sdpa.calls import calls_of
 from attention_modules.hosts.sdpa.layer import SDPAHost, SwappedSDPA, other_kernel
-from attention_modules.hosts.sdpa.record import Record, knowing, known, tried, whose, with_values
+from attention_modules.hosts.sdpa.record import Record, knowing, known
 from attention_modules.hosts.sdpa.seam import Call, Seam, Source
+from attention_modules.hosts.sdpa.trial import tried, with_values
+from attention_modules.hosts.sdpa.whose import whose
 from attention_modules.hosts.table import register_host
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import did_you_mean
@@ -181,16 +183,14 @@ class DeclaredHost(SDPAHost):
         if self._known is not None:
             return self._known
         if not any(each.is_meta for each in layer.parameters()):
-            return self._shown(layer)
-        if layer not in (seams := known().seams):
+            seam = self._shown(layer)
+        elif layer in (seams := known().seams):
+            return seams[layer]
+        else:
             with knowing(Record()):
-                seam = self._shown(with_values(layer))
-            seams[layer] = self._with_sequences(layer, seam, known())
-        return seams[layer]
-
-    def _with_sequences(self, layer: nn.Module, seam: Seam, record: Record) -> Seam:
-        cross, own = whose(layer, record) if layer in record.inside else (False, False)
-        return replace(seam, cross=seam.cross or cross, own=own and not seam.cross)
+                seam = seams[layer] = self._shown(with_values(layer))
+        cross, own = whose(layer)
+        return replace(seam, cross=cross, own=own)
 
     def _shown(self, layer: nn.Module) -> Seam:
         """What a call of the layer shows, checked."""
@@ -205,7 +205,7 @@ class DeclaredHost(SDPAHost):
             calls = tried(layer, self._inputs(layer)).inside.get(layer, [])
             if not calls or not calls[0].tells(layer):
                 raise self._unchecked("the example gives it nothing but zeros, or numbers that are not finite")
-        return self._with_sequences(layer, self._checked(layer, calls[0], widths), record)
+        return self._checked(layer, calls[0], widths)
 
     def _unchecked(self, reason: str) -> AttentionSwapError:
         return AttentionSwapError(f"the declaration of {self.kind.__name__} cannot be checked, as {reason}")
@@ -224,7 +224,6 @@ class DeclaredHost(SDPAHost):
                 return replace(
                     seam,
                     dim=q.source.x.shape[-1],
-                    cross=seam.cross or q.source.place != k.source.place,
                     by_head=by_head,
                     turned=not normed and max(q.apart, k.apart) > close,
                     batch_first=q.source.batch_first,

@@ -25,19 +25,11 @@ from attention_modules.hosts.forwards import definer, has_other_forward
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart
 from attention_modules.hosts.sdpa.calls import TARGET, Calls, calls_of, other_entries
-from attention_modules.hosts.sdpa.record import (
-    Record,
-    asking_of,
-    knowing,
-    known,
-    others_of,
-    shown,
-    tried,
-    whose,
-    with_values,
-)
+from attention_modules.hosts.sdpa.record import Record, knowing, known
 from attention_modules.hosts.sdpa.seam import ORDER, Seam
 from attention_modules.hosts.sdpa.taken import taken
+from attention_modules.hosts.sdpa.trial import others_of, tried, with_values
+from attention_modules.hosts.sdpa.whose import whose
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.weights import Rows
 from attention_modules.kernels import transforms_active
@@ -241,8 +233,6 @@ class SwappedSDPA(Swapped):
             new: Iterator[Any] = self._alike(given, asking, k) if pairs else iter(())
         else:
             new = (place.of(*given) for place in self.seam.others)
-        if not isinstance(asking, Tensor):
-            asking = next((x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor)), None)
         second = next((x for x in new if isinstance(x, Tensor) and not _is_same(x, asking)), None)
         if second is None:
             return
@@ -439,13 +429,10 @@ class SDPAHost(Host):
         record = known() if layer in known().calls else tried(layer)
         if not record.has_batch(layer) and tried(layer).has_batch(layer):  # the example is of one sample alone
             record = tried(layer)
-        calls = record.calls.get(layer)
+        (cross, own), calls = whose(layer), record.calls.get(layer)
         if not calls:
-            return Seam()
-        cross, own = whose(layer, record)
+            return Seam(cross=cross, own=own)
         seam = replace(calls[0].seam(layer), cross=cross, own=own, calls=record.each_forward(layer))
-        if record is not known() and (asking := asking_of(layer)) is not None:
-            seam = replace(seam, asking=asking)
         return self._with_order(layer, seam) if any(getattr(seam, name) is None for name in ORDER) else seam
 
     def _with_order(self, layer: nn.Module, seam: Seam) -> Seam:
@@ -472,9 +459,8 @@ class SDPAHost(Host):
         seam = self.seam(layer)
         if getattr(layer, "is_cross_attention", False) is True or seam.cross:
             return True
-        told = False if seam.own else shown(layer)
-        if told is not None:  # which says more than a name
-            return told
+        if seam.own:  # which says more than a name
+            return False
         called = f"{getattr(layer, 'plain_class', type(layer)).__name__} {name.rpartition('.')[2]}".lower()
         return "cross" in called or "pool" in called or _CROSS.search(name.lower()) is not None
 

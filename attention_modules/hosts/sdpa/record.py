@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,7 +22,6 @@ from attention_modules.hosts.sdpa.seam import Call, Place, Seam
 from attention_modules.masks import visible, without_causal_bias
 
 _POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
-_TOKENS = 6  # of a trial: more than the heads of a small layer would hide a mistake of the axes
 
 
 class _Recorder(TorchFunctionMode):
@@ -67,10 +64,8 @@ class Record:
     """Of the innermost module whose forward ran."""
     inside: dict[nn.Module, list[Call]] = field(default_factory=dict)
     """Of any module, its children's calls too."""
-    alone: dict[nn.Module, Record] = field(default_factory=dict)
+    trials: dict[nn.Module, list[Record]] = field(default_factory=dict)
     """What trials of layers showed meanwhile."""
-    beside: dict[nn.Module, list[tuple[Place, Record]]] = field(default_factory=dict)
-    """What trials of them with a second sequence showed."""
     seams: dict[nn.Module, Seam] = field(default_factory=dict)
     """What copies with values showed of layers without."""
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -112,34 +107,6 @@ def recorded(model: nn.Module, example: Any) -> Record:
         for module, _ in call.around:
             found.inside.setdefault(module, []).append(call)
     return found
-
-
-def whose(layer: nn.Module, record: Record) -> tuple[bool, bool]:
-    """Whether a layer's keys are of other tokens than its queries, and whether a call of the model shows the same."""
-    first, *later = record.inside[layer]
-    cross = first.is_cross or any(call.reads_another for call in later)  # keys of a cache are no other sequence
-    return cross, not cross and first.is_own and record is known()
-
-
-_SHOWN = "_attends_elsewhere"  # in a module: whether it does, as an example showed, or None where none told
-
-
-def shown(layer: nn.Module) -> bool | None:
-    """Whether an earlier example showed a layer to attend to others' tokens."""
-    found: bool | None = vars(layer).get(_SHOWN)
-    return found
-
-
-def keep_shown(layers: Iterable[nn.Module]) -> None:
-    """Keep what the example that is known shows of layers, for when there is none."""
-    for layer in layers if known().example is not None else ():
-        cross, own = whose(layer, known()) if layer in known().inside else (False, False)
-        vars(layer)[_SHOWN] = cross if cross or own else shown(layer)  # another example may have told
-
-
-def would_show(layer: nn.Module) -> bool:
-    """Whether no example has told of a layer yet."""
-    return _SHOWN not in vars(layer)
 
 
 def record_of(model: nn.Module, example: Any) -> Record:
@@ -213,19 +180,15 @@ def _placed(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def named_arguments(module: nn.Module) -> list[str]:
     """Names of a forward's arguments that may be given by position."""
-    return [each.name for each in _parameters(module, _POSITIONAL)]
+    return [each.name for each in parameters_of(module) if each.kind is _POSITIONAL]
 
 
-def _named(module: nn.Module) -> list[inspect.Parameter]:
-    return _parameters(module, _POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
-
-
-def _parameters(module: nn.Module, *kinds: Any) -> list[inspect.Parameter]:
+def parameters_of(module: nn.Module) -> list[inspect.Parameter]:
+    """What a module's forward takes."""
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        return [*inspect.signature(module.forward).parameters.values()]
     except (TypeError, ValueError):  # of a forward that is no function of Python's
         return []
-    return [each for each in parameters if not kinds or each.kind in kinds]
 
 
 def _tracked(x: Tensor) -> Tensor:
@@ -245,114 +208,6 @@ def _leaving(recorder: _Recorder) -> Callable[..., None]:
 def _features(value: object) -> bool:
     """Whether it may be what queries and keys are made of: no mask ``[B, N]`` and no number per sample."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 2
-
-
-def with_values(layer: nn.Module) -> nn.Module:
-    """A copy of a layer of the meta device, on the CPU, with values as good as any."""
-    twin, drawn = copy.deepcopy(layer).to_empty(device="cpu"), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for x in (*twin.parameters(), *twin.buffers()):
-            x.normal_(generator=drawn) if x.is_floating_point() else x.fill_(1)
-    return twin
-
-
-def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
-    """The record of a layer that runs alone on a sequence, once in a swap; empty where it needs more than that.
-
-    Args:
-        layer: any module.
-        widths: of the sequences that it takes, where they are known.
-    """
-    record = known()
-    if layer not in record.alone:
-        record.alone[layer] = _tried(layer, widths)
-    return record.alone[layer]
-
-
-def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
-    """The arguments that a layer makes its keys of, and not its queries, if they differ; None if unknown."""
-    if len(_named(layer)) < len(_parameters(layer)) or not _as_sequences(layer, tried(layer)):
-        return None
-    calls = [(place, record.inside[layer][0]) for place, record in _beside(layer)]
-    first, asking = _place(layer, _named(layer)[0].name), asking_of(layer)
-    return tuple({first if place == asking else place: None for place, call in calls if call.reads_another})
-
-
-def asking_of(layer: nn.Module) -> Place | None:
-    """Of a layer to which a trial gave one sequence several times, the argument that its queries are made of."""
-    if len(_required(layer)) < 2:
-        return None
-    made = ((place, record.inside[layer][0].seam(layer).asking) for place, record in _beside(layer))
-    return next((place for place, asking in made if asking == place), None)
-
-
-def _beside(layer: nn.Module) -> list[tuple[Place, Record]]:
-    """Calls with a second sequence in each argument that takes one beside the first; the others have the first."""
-    if layer not in (beside := known().beside):
-        named = _named(layer)
-        widths = dict.fromkeys(part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
-        beside[layer] = []
-        for each in (each for each in named[1:] if each.default in (None, each.empty)):
-            for width in widths:
-                x, y = _sequences(layer, [next(iter(widths)), width])
-                given = {other.name: x for other in [named[0], *_required(layer)]} | {each.name: y}
-                if record := _run(layer, given):
-                    beside[layer].append((_place(layer, each.name), record))
-                    break
-    return beside[layer]
-
-
-def _place(layer: nn.Module, name: str) -> Place:
-    names = named_arguments(layer)
-    return Place(names.index(name) if name in names else None, name)
-
-
-def _required(layer: nn.Module) -> list[inspect.Parameter]:
-    return [each for each in _named(layer) if each.default is each.empty]
-
-
-def _run(layer: nn.Module, given: Any) -> Record | None:
-    """The record of a call that is made up; None where the layer does not take it, or not as sequences."""
-    with contextlib.suppress(Exception), warnings.catch_warnings():  # whatever a stranger's forward raises, or says
-        warnings.simplefilter("ignore")
-        record = recorded(layer, given)
-        if _as_sequences(layer, record):
-            return record
-    return None
-
-
-def _as_sequences(layer: nn.Module, record: Record) -> bool:
-    """Whether its queries are those of the tokens of a trial."""
-    made = [call.q for call in record.inside.get(layer, [])]
-    return bool(made) and all(q.shape[-2] == _TOKENS and (q.dim() == 3 or q.shape[:-3] == (2,)) for q in made)
-
-
-def _tried(layer: nn.Module, widths: Sequence[int]) -> Record:
-    width = next((part.in_features for part in layer.modules() if isinstance(part, nn.Linear)), None)
-    parameter = next((p for p in layer.parameters() if p.is_floating_point()), None)
-    if width is None or parameter is None:
-        return Record()
-    required = _required(layer)
-    if len(required) > 1 and not widths:  # one sequence, as self-attention is given it
-        (x,) = _sequences(layer, (width,))
-        found = _run(layer, {each.name: x for each in required})
-    else:
-        found = None
-        with contextlib.suppress(Exception):  # whatever a stranger's forward raises where it is given too little
-            found = recorded(layer, _sequences(layer, widths[: len(required)] or (width,)))
-    if found is None and (not widths or len(required) == 1):
-        found = next((record for _, record in _beside(layer)), None)
-    return found or Record()
-
-
-def _sequences(layer: nn.Module, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    parameter = next(p for p in layer.parameters() if p.is_floating_point())
-    shapes = [(2, _TOKENS, each) for each in widths]
-    given = tuple(torch.zeros(shape, device=parameter.device, dtype=parameter.dtype) for shape in shapes)
-    if not parameter.is_meta:
-        waves = (torch.linspace(-9 - at, 9, x.numel(), device=x.device).sin() for at, x in enumerate(given))
-        given = tuple(x + wave.view_as(x).to(x.dtype) for x, wave in zip(given, waves, strict=True))
-    return given
 
 
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)  # while a swap looks at its model

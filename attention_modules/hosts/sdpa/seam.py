@@ -209,35 +209,45 @@ class Call:
         found = [_in_order(self.v, given[place], sources.get(place)) for place in sources or given]
         return True if True in found else False if False in found else None
 
+    def others(self, module: nn.Module) -> tuple[Place, ...]:
+        """Of what a module was given, what its keys are made of, and not its queries."""
+        found = _others(*self._made_of(module))
+        return tuple(place for at, place in enumerate(self.given(module)) if at in found)
+
     @cached_property
     def is_own(self) -> bool:
         """Whether queries and keys are made of the same, and of the same places of it."""
-        given, of_query, of_key = next(self._made_of(), ((), set(), set()))
-        same = not self.is_cross and bool(of_query) and of_query == of_key
-        return same and not all(self._apart(given[at]) for at in of_query)
+        module = next(self._projecting(), None)
+        if module is None or self.is_cross:
+            return False
+        of_query, of_key, _ = self._made_of(module)
+        given = [*self.given(module).values()]
+        return bool(of_query) and of_query == of_key and not any(self._apart(given[at]) for at in of_query)
 
     @cached_property
     def reads_another(self) -> bool:
-        """Whether keys are made of a sequence that queries are not made of, whatever else both are made of."""
-        found = [*self._made_of()]
-        if any(of_query and of_key and of_query.isdisjoint(of_key) for _, of_query, of_key in found):
-            return True
-        # Else each may have its positions: only of a sequence are values made, too.
-        return any(
-            of_query - of_key and (of_key & _sources(self.v, given)) - of_query for given, of_query, of_key in found[:1]
-        )
+        """Whether keys are made of a sequence that queries are not made of."""
+        made = [self._made_of(module) for module in self._projecting()]
+        apart = any(of_query and of_key and of_query.isdisjoint(of_key) for of_query, of_key, _ in made)
+        return apart or any(_others(*each) for each in made[:1])
 
     @cached_property
     def is_cross(self) -> bool:
         """Whether its keys are of other tokens than its queries."""
         return self.reads_another or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
 
-    def _made_of(self) -> Iterator[tuple[Sequence[Tensor], set[int], set[int]]]:
-        """Of modules with projections, innermost first, what they were given, of which queries and keys are made."""
-        for module, given in reversed(self.around):
-            if any(parameter.dim() > 1 for parameter in module.parameters()):  # and not a scale alone
-                tensors = [*given.values()]
-                yield tensors, _sources(self.q, tensors), _sources(self.k, tensors)
+    def _projecting(self) -> Iterator[nn.Module]:
+        """The modules whose own weights make queries or keys, innermost first; a bias or a scale makes none."""
+        for module, _ in reversed(self.around):
+            weights = [each for each in module.parameters() if each.dim() > 1]
+            trained = [each for each in weights if each.requires_grad]
+            if len(trained) < len(weights) or _sources(self.q, trained) or _sources(self.k, trained):
+                yield module
+
+    def _made_of(self, module: nn.Module) -> tuple[set[int], set[int], set[int]]:
+        """Of what it was given, by their numbers, what queries, keys and values are made of."""
+        given = [*self.given(module).values()]
+        return _sources(self.q, given), _sources(self.k, given), _sources(self.v, given)
 
     def _apart(self, x: Tensor) -> bool:
         """Whether queries and keys of a sample are of other tokens of a tensor: of another sample, or another part."""
@@ -274,6 +284,13 @@ def _sources(made: Tensor, given: Sequence[Tensor]) -> set[int]:
     with torch.inference_mode(False), torch.enable_grad():
         found = torch.autograd.grad(made.float().sum(), list(given), allow_unused=True, retain_graph=True)
     return {index for index, gradient in enumerate(found) if gradient is not None}
+
+
+def _others(of_query: set[int], of_key: set[int], of_value: set[int]) -> set[int]:
+    """What keys are made of, and not queries; of what they share a memory may be, and positions make no values."""
+    if of_query.isdisjoint(of_key):
+        return of_key
+    return (of_key - of_query) & of_value if of_query - of_key else set()
 
 
 def _lies(x: Tensor, made: Tensor) -> bool | None:

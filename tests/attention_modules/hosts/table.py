@@ -93,8 +93,8 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   see the sizes, the layer alone is tried on a copy with a short sequence.
 - *By an example*: what the model takes, as a tensor, a tuple of arguments or a dict. A copy without hooks runs it once.
   This finds layers whose code does not name the function (diffusers' Flux and Wan), tells cross-attention apart, and
-  gives the number of heads where a layer takes more than one sequence. A LightningModule's `example_input_array`
-  serves where nothing else does.
+  gives the sizes of layers that do not run on sequences alone. A LightningModule's `example_input_array` serves where
+  nothing else does.
 - *The layer's own code stays*: its rope, norms, caches and masks. The mechanism stands for the one call, in eager mode,
   compiled, exported and with a checkpoint around the layer. (As one graph it compiles with PyTorch 2.14 and 2.15; 2.9
   breaks the graph where a layer calls `Tensor.unflatten`.) Each forward must make exactly one call; else an error
@@ -109,19 +109,21 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   declare the class first.
 - *It is checked before a swap*: the projections must give what the call got; else an error shows the differences. The
   check finds whether a layer is given `[B, N, C]` or `[N, B, C]`, and which of its inputs each projection reads. A
-  layer of one or two sequences is tried alone; one that takes more needs `example=`, or `example_input_array`.
+  layer of sequences is tried alone, without masks; one that needs more has to have `example=`, or
+  `example_input_array`.
 - *A joint projection* holds queries, keys and values in this order, and nothing else. The check finds whether each lies
   in one piece or head by head. Where keys come first, or a gate is in it too, the class cannot be declared: a mechanism
   with a query goes in undeclared, and [`register_host`](#a-host-of-your-own) serves for one without.
 - *Cross-attention*, whose keys and values are of another input, is declared alike. It is swapped only where a pattern
   of `where` spells its name. Refused by name is what needs self-attention: mechanisms without a query, those that need
   a query for each key, those that read other layers' values. Monitors and stabilizers leave cross-attention out;
-  `attention_maps(model, inputs, layers="cross")` shows it. Without an example a trial decides, and names: "cross" or
-  "pool" in the layer's own name or class, and names as `cross_attn` around it. A layer that may be given a second
-  sequence of the same width (`forward(x, context=None)`; undeclared, `forward(q, k, v)`) counts as self-attention, in
-  LocAteR's penalty too. When it is given one, mechanisms that need self-attention refuse, and others warn: pass
-  `example=`. Of `*args`, `**kwargs` and defaults other than None this is not known. A query that is a Parameter cannot
-  be declared.
+  `attention_maps(model, inputs, layers="cross")` shows it. Without an example a trial of the layer decides, and names:
+  "cross" or "pool" in the layer's own name or class, and names as `cross_attn` around it. A layer that makes keys of a
+  second sequence that it needs (`forward(x, context)`) attends to that. One that takes queries and keys apart, under
+  such names (`forward(q, k, v)`), or does without a second sequence (`forward(x, context=None)`) counts as
+  self-attention, in LocAteR's penalty too. When it is given one, mechanisms that need self-attention refuse, and others
+  warn: pass `example=`. Of `*args`, `**kwargs` and defaults other than None this is not known. A query that is a
+  Parameter cannot be declared.
 - *The order of the tokens* must stay where a mechanism reads the layer's input (`forgetting`, `gated`, `gla`) or other
   layers' values. These mechanisms are refused by name in a layer that flips, rolls, sorts, cuts or mixes its tokens
   before the projections.

@@ -22,7 +22,7 @@ from attention_modules import AttentionSwapError, restore_attention, swap_attent
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
-from attention_modules.hosts.sdpa import record
+from attention_modules.hosts.sdpa import trial
 from attention_modules.hosts.sdpa.record import known
 from lightning_tasks.callbacks import SwapAttention
 from tests.attention_modules.hosts.cases import features
@@ -696,8 +696,8 @@ def test_threads_know_of_their_own_models_alone() -> None:
 
 def test_a_layer_is_tried_once_in_a_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[nn.Module] = []
-    once = record._tried
-    monkeypatch.setattr(record, "_tried", lambda layer, widths: (tried.append(layer), once(layer, widths))[1])
+    once = trial._all
+    monkeypatch.setattr(trial, "_all", lambda layer, widths: (tried.append(layer), once(layer, widths))[1])
     model = nn.Sequential(Joint(), Joint())
     swap_attention(model, "sink")
     assert tried == list(model)

@@ -206,9 +206,9 @@ class Watched(LightningModule):
 class NeedsMask(SequenceFirst):
     """Sequence-first, with a mask that it cannot do without."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, visible: Tensor) -> Tensor:
         q, k, v = self.c_attn(x).unflatten(2, (3, self.n_head, -1)).permute(2, 1, 3, 0, 4)
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2))
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, visible).permute(2, 0, 1, 3).flatten(2))
 
     def turned(self, x: Tensor) -> Tensor:
         return self(x.transpose(0, 1), torch.ones(6, 6).tril().bool()).transpose(0, 1)

@@ -13,8 +13,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attention_modules import AttentionSwapError, swap_attention
+from attention_modules import AttentionSwapError, restore_attention, swap_attention
+from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.sdpa.declared import declare_host
+from attention_modules.swap import make_observable
 
 Made = tuple[Tensor, Tensor, Tensor]
 
@@ -160,15 +163,22 @@ def test_a_memory_is_no_second_sequence() -> None:
 
 
 class Block(nn.Module):
-    """A set attends to another one, which may be itself: both are asked for."""
+    """As the Set Transformer has it: a set attends to another one, which may be itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(32, 32) for _ in "qkv")
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each, x in ((self.q, x), (self.k, y), (self.v, y)))
+    def forward(self, Q: Tensor, K: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each, x in ((self.q, Q), (self.k, K), (self.v, K)))
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Optional(Block):
+    """A context, where there is one."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x if context is None else context)
 
 
 class Variadic(Own):
@@ -235,8 +245,8 @@ def test_an_example_that_leaves_a_layer_out_takes_nothing_back() -> None:
 class Reversed(Block):
     """The sequence that asks comes second."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(y, x)
+    def forward(self, key: Tensor, query: Tensor) -> Tensor:
+        return super().forward(query, key)
 
 
 def test_a_mechanism_that_needs_the_input_is_given_that_of_the_queries() -> None:
@@ -268,6 +278,164 @@ def test_of_a_trial_whose_tokens_lie_elsewhere_sizes_tell() -> None:
     swap_attention(layer := nn.ModuleList([SequenceFirst()]), "linear")
     with pytest.raises(NotImplementedError, match="was given a second sequence"):
         layer[0](torch.randn(9, 2, 32), torch.randn(9, 2, 32))
+
+
+def test_a_swapped_layer_is_not_asked_whose_keys_its_mechanism_has() -> None:
+    """That of sinks adds one."""
+    model = nn.ModuleDict({name: Optional() for name in "ab"})
+    model.forward = lambda x: model["b"](model["a"](x))  # type: ignore[method-assign]
+    x = torch.randn(2, 8, 32)
+    swap_attention(model, "sink", where="a", example=x)
+    swap_attention(model, "softmax", where="b", example=x)
+    attention_maps(model, x)
+    for _ in range(2):
+        assert [layer.name for layer in attention_layers(model)] == ["a", "b"]
+        restore_attention(model)
+
+
+def test_another_example_tells_anew() -> None:
+    class Task(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.other = Optional(), Optional()
+            self.example_input_array: Any = (torch.randn(2, 8, 32),)
+
+        def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+            return self.other(self.own(x), y)
+
+    task = Task()
+    assert [row.name for row in swap_attention(task, "sink")] == ["own", "other"]
+    restore_attention(task)
+    task.example_input_array = torch.randn(2, 8, 32), torch.randn(2, 8, 32)
+    assert [row.name for row in swap_attention(task, "sink")] == ["own"]
+
+
+def test_an_example_that_does_not_run_ends_nothing_that_needs_none() -> None:
+    class Task(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Optional()
+            self.example_input_array = torch.randn(2, 8, 33)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    make_observable(task := Task(), ["net"])
+    assert task(torch.randn(2, 8, 32)).shape == (2, 8, 32)
+
+
+# What layers of several arguments attend to, without an example: to themselves, unless a second sequence comes.
+class Masked(Block):
+    """As the annotated transformer has it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.v(value).unflatten(-1, (4, 8)).transpose(1, 2)
+        q, k = (each(x).unflatten(-1, (4, 8)).transpose(1, 2) for each, x in ((self.q, query), (self.k, key)))
+        return F.scaled_dot_product_attention(q, k, x, mask).transpose(1, 2).flatten(2)
+
+
+class Turned(Masked):
+    """The same in another order."""
+
+    def forward(self, value: Tensor, key: Tensor, query: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(query, key, value, None)  # type: ignore[arg-type]
+
+
+class Streams(Own):
+    """Two sequences are one."""
+
+    def __init__(self, width: int = 24) -> None:
+        super().__init__()
+        self.more = nn.Linear(width, 32)
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(torch.cat([x, self.more(c)], 1))
+
+    made = staticmethod(lambda x: (x, x, x))
+
+
+class Memory(Block):
+    """Of earlier tokens, where there are any."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x if memory is None else torch.cat([memory, x], 1))
+
+
+X = torch.randn(2, 9, 32)
+ALONE: dict[type[nn.Module], tuple[Any, ...]] = {
+    Masked: (X, X, X, None),
+    Turned: (X.clone(), X, X),
+    Streams: (X, torch.randn(2, 9, 24)),
+    Memory: (X, torch.randn(2, 5, 32)),
+    Optional: (X, X),
+}
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_layers_of_several_arguments_run_on_trial(kind: type[nn.Module]) -> None:
+    """Their heads are known, and what is no second sequence is none."""
+    rows = swap_attention(model := nn.ModuleList([kind()]), "sink")
+    assert rows[0].heads == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model[0](*ALONE[kind])
+
+
+def test_a_declared_layer_of_queries_keys_and_values_is_tried_too() -> None:
+    class Declared(Turned):
+        pass
+
+    declare_host(Declared, q="q", k="k", v="v", heads=4)
+    swap_attention(layer := nn.ModuleList([Declared()]), "linear")
+    layer[0](X, X, X)
+    with pytest.raises(NotImplementedError, match="was given a second sequence"):
+        layer[0](X, torch.randn(2, 9, 32), X)
+
+
+class Needed(Masked):
+    """Of another sequence."""
+
+    def forward(self, x: Tensor, context: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, context, context, attention_mask)
+
+
+class NeededFirst(SequenceFirst):
+    """Likewise, ``[N, B, C]``."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("kind", [Needed, NeededFirst])
+@pytest.mark.parametrize("mechanism", ["linear", "sink"])
+def test_a_layer_that_needs_a_second_sequence_attends_to_it(kind: type[nn.Module], mechanism: str) -> None:
+    assert [row.name for row in swap_attention(nn.ModuleList([kind(), Optional()]), mechanism)] == ["1"]
+
+
+class Biased(nn.Module):
+    """The call alone, with a bias that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(4, 8, 8))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.bias)
+
+
+class Around(nn.Module):
+    """The projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core, self.qkv = Biased(), nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.core(*self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2)
+
+
+def test_a_bias_makes_no_queries() -> None:
+    assert [row.name for row in swap_attention(Around(), "sink", example=torch.randn(2, 8, 32))] == ["core"]
 
 
 def test_within_a_transform_what_cannot_be_told_is_taken() -> None:

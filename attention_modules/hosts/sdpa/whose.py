@@ -1,0 +1,73 @@
+"""Whose keys a layer has: those of its own tokens, or of another sequence (cross-attention)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from attention_modules.hosts.base import Swapped
+from attention_modules.hosts.sdpa.record import arguments, known
+from attention_modules.hosts.sdpa.trial import tried
+
+_SHOWN = "_attends_elsewhere"  # in a module: whether it does, as an example showed, and the shapes of the last one
+# Names of arguments that one sequence may be given to, beside the one that asks.
+_KEYS = re.compile(r"(^|_)x?(kv|[kv]|keys?|values?)(_|$)", re.IGNORECASE)
+
+_Shapes = tuple[torch.Size, ...]
+
+
+def whose(layer: nn.Module) -> tuple[bool, bool]:
+    """Whether a layer's keys are of other tokens than its queries, and whether it was shown that they are not.
+
+    A call of the model tells, else an earlier one, else a trial of the layer alone.
+    """
+    told = _by_calls(layer)
+    told = _mark(layer)[0] if told is None else told
+    return (_by_trial(layer), False) if told is None else (told, not told)
+
+
+def keep_shown(layers: Iterable[nn.Module]) -> None:
+    """Keep what the example that is known shows of plain layers, for when there is none."""
+    for layer in layers if known().example is not None else ():
+        if not isinstance(layer, Swapped):  # whose calls are the mechanism's
+            told = _by_calls(layer)
+            vars(layer)[_SHOWN] = _mark(layer)[0] if told is None else told, _shapes(known().example)
+
+
+def would_show(layer: nn.Module, example: Any) -> bool:
+    """Whether an example may tell of a plain layer what was not asked of it yet."""
+    return _mark(layer)[1] != _shapes(arguments(example))
+
+
+def _mark(layer: nn.Module) -> tuple[bool | None, _Shapes | None]:
+    found: tuple[bool | None, _Shapes | None] = vars(layer).get(_SHOWN, (None, None))
+    return found
+
+
+def _shapes(example: Any) -> _Shapes:
+    return tuple(x.shape for x in tree_leaves(example) if isinstance(x, Tensor))
+
+
+def _by_calls(layer: nn.Module) -> bool | None:
+    if not (calls := known().inside.get(layer)):
+        return None
+    if calls[0].is_cross or any(call.reads_another for call in calls[1:]):  # keys of a cache are no other sequence
+        return True
+    return False if calls[0].is_own else None
+
+
+def _by_trial(layer: nn.Module) -> bool:
+    """Whether it makes keys of an argument of its own, which is no part of a call with queries, keys and values."""
+    calls = tried(layer).inside.get(layer)
+    if not calls:
+        return False
+    call, given = calls[0], calls[0].given(layer)
+    widths = {given[place].shape[-1] for place in [call.seam(layer).asking] if place is not None}
+    return call.k.shape[-2] > call.q.shape[-2] or any(
+        given[place].shape[-1] not in widths or not _KEYS.search(place.name) for place in call.others(layer)
+    )
