@@ -13,7 +13,7 @@ from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
 from attention_modules.hosts.sdpa.declared import DeclaredHost
 from attention_modules.hosts.torch import MultiheadAttentionHost
-from attention_modules.hosts.weights import Rows, wrapped_by_peft
+from attention_modules.hosts.weights import Rows, bias_of
 from attention_modules.mechanisms.shared.options import as_float
 from attention_modules.mechanisms.softmax import SoftmaxAttention
 from attention_modules.precision import to_float64
@@ -136,19 +136,19 @@ def _value_and_output(layer: AttentionLayer, width: int) -> tuple[Rows, Rows | N
     if isinstance(layer.host, DeclaredHost):
         output: Any = layer.host.output(module)
         query = layer.host.qk_rows(module)[0]
-        bias = _bias(query.owner)
+        bias = bias_of(query.owner)
         bias = None if bias is None else bias[query.features()]
         return layer.host.value_rows(module), Rows(output, 0, output.out_features), bias
     if layer.host.name in _PACKED:
-        return Rows(module.qkv, *packed), Rows(module.proj, 0, module.proj.out_features), _bias(module.qkv)
+        return Rows(module.qkv, *packed), Rows(module.proj, 0, module.proj.out_features), bias_of(module.qkv)
     if layer.host.name == MultiheadAttentionHost.name:
         return Rows(module, *packed, "in_proj_weight"), Rows(module.out_proj, 0, dim), module.in_proj_bias
     if "c_attn" in module._modules:
         values, out = (Rows(module.c_attn, *packed, transposed=True), Rows(module.c_proj, 0, dim, transposed=True))
-        return values, out, _bias(module.c_attn)
+        return values, out, bias_of(module.c_attn)
     if "o_proj" in module._modules:
-        return Rows(module.v_proj, 0, width), Rows(module.o_proj, 0, dim), _bias(module.q_proj)
-    return Rows(module.value, 0, width), None, _bias(module.query)
+        return Rows(module.v_proj, 0, width), Rows(module.o_proj, 0, dim), bias_of(module.q_proj)
+    return Rows(module.value, 0, width), None, bias_of(module.query)
 
 
 def _not_covered(layer: AttentionLayer) -> str | None:
@@ -198,10 +198,6 @@ def _number(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
-
-
-def _bias(projection: Any) -> Tensor | None:
-    return (projection.base_layer if wrapped_by_peft(projection) else projection).bias
 
 
 def _check(w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, b_q: Tensor | None) -> None:

@@ -154,6 +154,18 @@ def _plain(owner: nn.Module, tensor: str = "weight") -> Tensor:
     return weight
 
 
+def bias_of(projection: Any) -> Tensor | None:
+    """The bias that a projection adds, an adapter's own too (peft's ``lora_bias=True``); None where there is none."""
+    if not wrapped_by_peft(projection):
+        return projection.bias
+    bias: Tensor | None = projection.base_layer.bias
+    for adapter in _acting_adapters(projection):
+        added = getattr(projection.lora_B[adapter], "bias", None)
+        if added is not None:
+            bias = added * projection.scaling[adapter] + (0 if bias is None else bias)
+    return bias
+
+
 def _acting_adapters(owner: Any) -> list[str]:
     """The LoRA adapters whose update is not yet in the base weight."""
     if not hasattr(owner, "lora_A"):

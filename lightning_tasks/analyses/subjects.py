@@ -22,6 +22,7 @@ from attention_modules.hosts.base import PLAN, Host
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.mechanism import check_options, mechanism_class
 from lightning_tasks.errors import UsageError
+from lightning_tasks.image_classification import ImageClassificationTask
 from lightning_tasks.models.causal_lm import position_limit
 from lightning_tasks.models.segmenter import Segmenter
 from lightning_tasks.models.timm_model import build_timm_model, check_model_name, normalization
@@ -122,17 +123,29 @@ def load_subject(
     task = getattr(model, "model", None) if name.endswith(".ckpt") else None
     if isinstance(task, Segmenter):  # images of one window, all in one pass
         return Subject(task, _as_they_are, task.img_size, None)
-    if task is not None and hasattr(task, "pretrained_cfg"):  # it normalizes images itself
-        return Subject(model, _as_they_are, _img_size(task), None, getattr(model, "in_chans", 3))
-    if hasattr(model, "pretrained_cfg"):
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in normalization(model, 3, None, None))
-        return Subject(model, lambda x: (x - mean.to(x)) / std.to(x), _img_size(model), None)
+    if isinstance(model, ImageClassificationTask):  # it normalizes images itself
+        return Subject(model, _as_they_are, _img_size(name, task), None, model.in_chans)
+    network = model if task is None else task
+    if hasattr(network, "pretrained_cfg"):
+        in_chans = getattr(model, "in_chans", 3)
+        mean, std = normalization(network, in_chans, None, None)
+        if network is not model:
+            rank_zero_warn(
+                f"{type(model).__name__} does not say how its images are prepared: they are normalized with mean "
+                f"{mean} and std {std}, of its network's pretrained_cfg. Where its data or its forward do otherwise, "
+                "call the function in Python with images of your own (attnswap.explore, attention_maps)"
+            )
+        return Subject(model, _normalizing(mean, std), _img_size(name, network), None, in_chans)
     if getattr(model, "main_input_name", None) == "pixel_values":
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in _of_processor(name))
-        return Subject(model, lambda x: (x - mean.to(x)) / std.to(x), int(model.config.image_size), None)
+        return Subject(model, _normalizing(*_of_processor(name)), _side(name, model.config.image_size), None)
     if token_embedding(model) is None:
         raise ValueError(f"{name} ({type(model).__name__}) takes neither tokens nor images, as far as can be told")
     return Subject(model, _as_they_are, None, position_limit(model if task is None else task))
+
+
+def _normalizing(mean: Sequence[float], std: Sequence[float]) -> Callable[[Tensor], Tensor]:
+    means, stds = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return lambda x: (x - means.to(x)) / stds.to(x)
 
 
 def _of_processor(name: str) -> tuple[list[float], list[float]]:
@@ -261,9 +274,22 @@ def shortened(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error))[:300]
 
 
-def _img_size(model: Any) -> int:
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or model.pretrained_cfg["input_size"][1:]
-    return int(size[0])
+def _img_size(name: str, model: Any) -> int:
+    return _side(
+        name, getattr(getattr(model, "patch_embed", None), "img_size", None) or model.pretrained_cfg["input_size"][1:]
+    )
+
+
+def _side(name: str, size: Any) -> int:
+    """H = W of images, of a configuration's number or pair.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    sides = [*size] if isinstance(size, Sequence) else [size]
+    if len(set(sides)) > 1:
+        raise ValueError(f"{name} takes images of {' x '.join(map(str, sides))}, and the command makes square ones")
+    return int(sides[0])
 
 
 def token_embedding(model: Any) -> nn.Embedding | None:

@@ -21,7 +21,7 @@ from lightning_tasks.callbacks.base import Where
 from lightning_tasks.callbacks.monitoring.names import layer_label, warn_of_no_map
 from lightning_tasks.callbacks.monitoring.observer import MechanismObserver
 from lightning_tasks.callbacks.monitoring.warnings import NOT_FINITE, CollapseWarnings, warn_without_validation
-from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, has_patches_first, patch_grid
+from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, no_rasters, patch_grid
 from lightning_tasks.runs.files import save_figure
 from lightning_tasks.runs.loggers import current_step
 
@@ -37,8 +37,9 @@ class AttentionMapLogger(MechanismObserver):
     self-attention layers of the model, whichever are chosen. The maps are those by which the mechanism mixes the values
     (:func:`attnswap.attention_maps`): for one that iterates (``rpc``), its last pass. The title names the mechanism and
     the step; one that has no map is named by a warning, and not drawn. Images whose tokens are no grid of square
-    patches, as in windowed models, are drawn token by token, like text. The colors of each map go from 0 to its largest
-    value, as its color bar says; the smallest and the largest are written over it.
+    patches, as in windowed models, Hiera and MAE's encoder, are drawn token by token, like text and the queries of a
+    decoder. The colors of each map go from 0 to its largest value, as its color bar says; the smallest and the largest
+    are written over it.
 
     The sanity check of a fit tries the same and draws nothing, so that queries that a layer does not have end the fit
     before its first epoch (without a sanity check, at the first validation that is drawn). Queries or keys that are
@@ -169,14 +170,14 @@ class AttentionMapLogger(MechanismObserver):
             self._images = given[: self.num_samples].detach().float().cpu()
             self._batch_size = len(given)
         chosen = self._chosen(pl_module)
-        self._patches_first = {layer.name for layer in chosen if has_patches_first(pl_module, layer.name)}
-        self._patches_first |= {"rollout"} if self._patches_first else set()
+        self._no_rasters = no_rasters(pl_module, [layer.name for layer in chosen])
+        self._no_rasters |= {"rollout"} if self._no_rasters else set()
         self._hook(
             (self._mechanism(layer), partial(self._observe, index, layer.name)) for index, layer in enumerate(chosen)
         )
 
     def _forget(self) -> None:
-        self._images, self._patches_first = None, set[str]()
+        self._images, self._no_rasters = None, set[str]()
         self._maps, self._whole, self._places, self._bad = {}, {}, {}, {}
 
     def _observe(
@@ -237,7 +238,7 @@ class AttentionMapLogger(MechanismObserver):
         return (rolled[:, rows] if rows else rolled.mean(1, keepdim=True)).unsqueeze(1), rows
 
     def _grid(self, tokens: int, name: str) -> tuple[int, int, int] | None:
-        if self._images is None or name in self._patches_first:
+        if self._images is None or name in self._no_rasters:
             return None
         return patch_grid(tokens, *self._images.shape[-2:])
 

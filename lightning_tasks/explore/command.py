@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -200,10 +201,27 @@ def _text(name: str, subject: Subject, lines: Sequence[str], options: Any) -> tu
 
     if not getattr(config, "is_encoder_decoder", False):
         inputs, names = encoded(lines)
-        return (inputs["input_ids"] if name.endswith(".ckpt") else inputs), {"tokens": names}
+        return _given(name, subject.model, inputs), {"tokens": names}
     if not all("\t" in line for line in lines):
         raise UsageError(f"{name} has an encoder and a decoder: give lines of --text as SOURCE, a tab, TARGET")
     inputs, source = encoded([line.partition("\t")[0] for line in lines])
     target, names = encoded([line.partition("\t")[2] for line in lines])
     inputs |= {f"decoder_{key}": value for key, value in target.items()}
     return inputs, {"tokens": names, "source_tokens": source}
+
+
+def _given(name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Inputs:
+    """What a model of text takes: of a module of somebody's own, whose first argument is the tokens, the mask too."""
+    first, *others = inspect.signature(model.forward).parameters
+    if not name.endswith(".ckpt"):
+        return inputs
+    if "attention_mask" in others:
+        return {first: inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    causal = all(layer.host.spec(layer.module, None).is_causal for layer in survey(model).layers)
+    if not causal and not inputs["attention_mask"].all():
+        warnings.warn(
+            f"the forward of {type(model).__name__} takes no attention_mask: unless it hides them itself, tokens of a "
+            "line see the padding behind it, where another one is longer; give lines of one length, or --count 1",
+            stacklevel=2,
+        )
+    return inputs["input_ids"]

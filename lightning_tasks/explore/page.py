@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from attention_modules.analysis.model_maps import Inputs, Layers
 from lightning_tasks.errors import UsageError
 from lightning_tasks.explore.collect import Shown, collect
-from lightning_tasks.figures.attention import has_patches_first, patch_grid
+from lightning_tasks.figures.attention import no_rasters, patch_grid
 from lightning_tasks.runs.environment import this_environment
 from lightning_tasks.runs.safe_files import written_whole
 
@@ -138,9 +138,12 @@ def explore_shown(
     if len(set(counts.values())) > 1 or 0 in counts.values():
         raise UsageError(f"{counts} must be equally many, one for each input, and at least one")
     models, blobs = collect(shown, next(iter(counts.values()), None), layers, rows)
-    found = [(each.model, layer) for each, model in zip(shown, models, strict=True) for layer in model["layers"]]
-    behind = {layer["keys"] for model, layer in found if has_patches_first(model, layer["name"])}
-    sizes = {layer[of] for _, layer in found for of in ("queries", "keys")} - behind
+    sizes, others = set[int](), set[int]()
+    for each, model in zip(shown, models, strict=True):
+        no_raster = no_rasters(each.model, [layer["name"] for layer in model["layers"]])
+        for layer in model["layers"]:
+            (others if layer["name"] in no_raster else sizes).update((layer["queries"], layer["keys"]))
+    sizes -= others
     grids = {} if images is None else {size: patch_grid(size, *images.shape[-2:]) for size in sizes}
     samples = [
         {

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from attention_modules.hosts.discovery import Found, survey
 from lightning_tasks.figures.names import plain_names
 
 _TITLE_LETTERS = 13  # an inch
 _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
-_CLASSES_LAST = ("MaskTransformer", "SegmenterMaskTransformerHead")  # our Segmenter's and that of mmsegmentation
+# Our Segmenter's decoder and that of mmsegmentation; Hiera of timm and of transformers; MAE's encoder.
+_OTHERWISE = ("MaskTransformer", "SegmenterMaskTransformerHead", "Hiera", "HieraEncoder", "ViTMAEModel")
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | None:
@@ -30,11 +32,48 @@ def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | N
     return None
 
 
-def has_patches_first(model: nn.Module, layer: str) -> bool:
-    """Whether a layer is one of a mask transformer, where class tokens stand behind the patches: no grid fits it."""
+def no_rasters(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Which of these layers have tokens that are no patches of the image row by row, so that no grid fits them.
+
+    Those of a mask transformer, whose class tokens stand behind the patches; of Hiera and the encoder of MAE, in an
+    order of their own; of a network of words; of a decoder, whose queries attend to the image.
+    """
+    layers = survey(model).layers
+    cross = {layer.name for layer in layers if layer.cross}
+    blocks = {layer.name: _block(layer.name, layers) for layer in layers}
+    asking = {blocks[name] for name in cross}
+    return {
+        name
+        for name in names
+        if name not in cross and (blocks.get(name, name) in asking or _is_no_raster(_around(model, name)))
+    }
+
+
+def _block(name: str, layers: Sequence[Found]) -> str:
+    """The innermost part around a layer that holds another one, too."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        prefix = ".".join([*parts[:end], ""])
+        if sum(layer.name.startswith(prefix) for layer in layers) > 1:
+            return prefix
+    return ""
+
+
+def _around(model: nn.Module, layer: str) -> list[nn.Module]:
+    """The modules around a layer, innermost first."""
     parts = layer.split(".")
-    around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts)))
-    return any(kind.__name__ in _CLASSES_LAST for each in around for kind in type(each).__mro__)
+    return [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) - 1, -1, -1)]
+
+
+def _is_no_raster(around: Sequence[nn.Module]) -> bool:
+    if any(kind.__name__ in _OTHERWISE for each in around for kind in type(each).__mro__):
+        return True
+    for each in around:  # the innermost that says what its tokens are made of
+        if any(isinstance(part, (nn.Conv2d, nn.Conv3d)) for part in each.modules()):
+            return False
+        if any(isinstance(part, nn.Embedding) and "pos" not in name for name, part in each.named_modules()):
+            return True
+    return False
 
 
 @plain_names()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from attention_modules.analysis import layer_lipschitz_bound
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.hosts.weights import Rows
 from attention_modules.mechanism import AttentionMechanism, mechanism_class
@@ -187,6 +188,20 @@ def test_lora_is_swapped_with_its_effective_weight(host: str, target: str) -> No
     (after,) = attention_layers(model.merge_and_unload())
     for got, expected in zip(after.qk_weights(), merged, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bound_counts_the_bias_of_an_adapter() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], lora_bias=True, init_lora_weights=False)
+    model = peft.get_peft_model(nn.ModuleDict({"model": built("bert")}), config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("lora_B.default.bias"):
+            nn.init.normal_(parameter, std=10.0)
+    bound, merged = (
+        layer_lipschitz_bound(attention_layers(each())[0], radius=1.0, num_tokens=5)
+        for each in (lambda: model, model.merge_and_unload)
+    )
+    torch.testing.assert_close(bound, merged)
 
 
 def test_adaptive_lora_has_a_factor_more() -> None:

@@ -1,5 +1,6 @@
 """`attnswap explore`: what its page holds, and what it refuses before anything is written."""
 
+import contextlib
 import html
 import shutil
 from importlib.metadata import version
@@ -7,8 +8,10 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from PIL import Image
 from torch import nn
+from transformers import BertModel, ViTConfig, ViTModel
 
 import attnswap
 from attention_modules.analysis import attention_entropy, attention_maps, largest_logit
@@ -257,6 +260,65 @@ def test_the_command_with_a_checkpoint_of_a_segmenter(pictures, tmp_path, monkey
     (found,) = data_of(output.read_text())["models"]
     assert (found["name"], found["about"]["checkpoint"]) == ("some.ckpt", "some.ckpt")
     assert [(layer["heads"], layer["queries"]) for layer in found["layers"]] == [(3, 17)]
+
+
+class OfText(LightningModule):
+    """Somebody's own module around a BERT."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.bert = BertModel.from_pretrained(folder)
+
+    def forward(self, tokens, attention_mask=None):
+        return self.bert(tokens, attention_mask=attention_mask).pooler_output
+
+
+class Unmasked(OfText):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize("kind", [OfText, Unmasked])
+def test_a_module_of_somebodys_own_is_given_the_mask_or_padding_is_told_of(bert, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(subjects, "load_model", lambda *given: kind(bert).eval())
+    file, output = tmp_path / "text.txt", tmp_path / "explore.html"
+    file.write_text("word1 word2 word3\nword4\n")
+    said = pytest.warns(UserWarning, match=r"takes no attention_mask.* --count 1")
+    with contextlib.nullcontext() if kind is OfText else said:
+        main(["explore", "own.ckpt", "--tokenizer", str(bert), "--text", str(file), "--output", str(output)])
+    seen = maps_of(output.read_text(), 0, 1)[0][..., 1:]
+    assert bool((seen == 0).all()) == (kind is OfText)
+
+
+class OfImages(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = vit()
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def test_images_of_a_module_of_somebodys_own_are_normalized_and_that_is_told(pictures, tmp_path, monkeypatch):
+    (pictures / "0a.jpg").unlink()
+    folder, output = str(pictures), tmp_path / "explore.html"
+    found = []
+    for name, model in (("own.ckpt", OfImages()), ("vit_tiny_patch16_224", vit())):
+        monkeypatch.setattr(subjects, "load_model", lambda *given, model=model: model.eval())
+        said = pytest.warns(UserWarning, match=r"OfImages does not say .* mean \[0.5.* pretrained_cfg")
+        with said if name == "own.ckpt" else contextlib.nullcontext():
+            main(["explore", name, "--images", folder, "--output", str(output)])
+        found.append(maps_of(output.read_text(), 0, 1)[0])
+    assert torch.equal(*found)
+
+
+def test_a_model_of_images_that_are_not_square_is_named(pictures, tmp_path, monkeypatch, capsys):
+    config = ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config.image_size, config.patch_size = [32, 48], 16
+    monkeypatch.setattr(subjects, "load_model", lambda *given: ViTModel(config))
+    with pytest.raises(SystemExit):
+        main(["explore", "vit", "--images", str(pictures), "--output", str(tmp_path / "page.html")])
+    assert "takes images of 32 x 48" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

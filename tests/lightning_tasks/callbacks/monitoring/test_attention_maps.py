@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader
 import attnswap
 from attention_modules import AttentionMechanism
 from attention_modules.analysis import attention_rollout
+from attention_modules.hosts import attention_layers
 from lightning_tasks import ImageClassificationTask
 from lightning_tasks.callbacks import AttentionMapLogger, AttentionMonitor, SwapAttention
-from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, has_patches_first, patch_grid
+from lightning_tasks.figures.attention import draw_over_images, draw_token_maps, no_rasters, patch_grid
 from lightning_tasks.models.segmenter import MaskTransformer
 from tests.lightning_tasks.callbacks.modules import (
     DIM,
@@ -31,7 +32,7 @@ from tests.lightning_tasks.callbacks.modules import (
     shown,
     weights_of,
 )
-from tests.lightning_tasks.explore.pages import data_of
+from tests.lightning_tasks.explore.pages import Translator, data_of, vit
 from tests.lightning_tasks.language_data import trainer
 from tests.rows import each_row
 
@@ -181,10 +182,42 @@ def test_rollout_is_that_of_the_layers_maps(drawn, tmp_path, monkeypatch):
 def test_class_tokens_behind_the_patches_make_no_grid():
     """As in the decoder of a Segmenter: a grid would be shifted by the number of classes."""
     model = nn.ModuleDict({"decode": MaskTransformer(8, 3, 8, 1, 2), "encode": nn.ModuleDict({"attn": nn.Identity()})})
-    assert has_patches_first(model, "decode.blocks.0.attn")
-    assert not has_patches_first(model, "encode.attn")
+    assert no_rasters(model, ["decode.blocks.0.attn", "encode.attn"]) == {"decode.blocks.0.attn"}
     page = attnswap.explore(Decoded(), torch.rand(1, 3, 16, 16))
     assert data_of(page.html)["grids"] == {"16": [0, 4, 4]}
+
+
+def hiera():
+    import timm
+
+    return timm.create_model("hiera_tiny_224", embed_dim=12, num_heads=1, stages=(1, 1, 1, 1))
+
+
+def hugging_face(kind, **parts):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    own = {name: {**sizes, **options} for name, options in parts.items()} or sizes
+    return getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**own))
+
+
+@pytest.mark.parametrize(
+    ("build", "others"),
+    [
+        (vit, set()),
+        (hiera, {"blocks.0.attn"}),
+        (lambda: hugging_face("ViTMAE"), {"layers.0.attention", "layers.1.attention"}),
+        (lambda: hugging_face("ViT"), set()),
+        (
+            lambda: hugging_face("Siglip", text_config={"vocab_size": 9}, vision_config={}),
+            {f"text_model.encoder.layers.{layer}.self_attn" for layer in range(2)},
+        ),
+        (lambda: Translator().whole, {"decoder.layers.0.self_attn"}),
+    ],
+)
+def test_tokens_that_are_no_raster_of_the_image_make_no_grid(build, others):
+    """An order of their own, words, and what asks the image."""
+    model = build()
+    assert no_rasters(model, [layer.name for layer in attention_layers(model)]) == others
 
 
 class Decoded(nn.Module):
