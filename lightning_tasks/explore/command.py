@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from attention_modules import swap_attention
 from attention_modules.analysis.model_maps import Inputs, Layers
+from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
 from attention_modules.teacher import shared_copy
 from lightning_tasks.analyses.inputs import mechanism_options, pretrained_tokenizer
@@ -217,8 +218,7 @@ def _given(name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Inputs:
         return inputs
     if "attention_mask" in others:
         return {first: inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
-    causal = all(layer.host.spec(layer.module, None).is_causal for layer in survey(model).layers)
-    if not causal and not inputs["attention_mask"].all():
+    if not inputs["attention_mask"].all() and not all(layer.spec.is_causal for layer in attention_layers(model)):
         warnings.warn(
             f"the forward of {type(model).__name__} takes no attention_mask: unless it hides them itself, tokens of a "
             "line see the padding behind it, where another one is longer; give lines of one length, or --count 1",
