@@ -217,7 +217,7 @@ def _needed_record(model: nn.Module, names: Sequence[str]) -> Record:
         return record_of(model, example)
     if not all(layer.spec.told for layer in described):
         return record_of(model, example)
-    return (own_record(model) if may_learn(model, described) else None) or known()
+    return (own_record(model) if may_learn(model) else None) or known()
 
 
 @torch.inference_mode(False)

@@ -44,7 +44,7 @@ def attention_layers(
         if own is None:
             raise
     else:
-        told = all(layer.spec.told for layer in described) and not may_learn(model, described)
+        told = all(layer.spec.told for layer in described) and not may_learn(model)
         own = None if told else own_record(model)
         if own is None:
             return described
@@ -54,11 +54,11 @@ def attention_layers(
         return described
 
 
-def may_learn(model: nn.Module, layers: Sequence[AttentionLayer]) -> bool:
+def may_learn(model: nn.Module) -> bool:
     """Whether the example of a LightningModule might tell more of layers of one's own."""
     example = getattr(model, "example_input_array", None)
-    own = [each.module for each in layers if isinstance(each.host, SDPAHost)]
-    return example is not None and any(would_show(each, example) for each in own if not isinstance(each, SwappedSDPA))
+    own = () if example is None else [each.module for each in survey(model).layers if isinstance(each.host, SDPAHost)]
+    return any(would_show(each, example) for each in own if not isinstance(each, SwappedSDPA))
 
 
 def _described(

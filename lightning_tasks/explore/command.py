@@ -213,11 +213,11 @@ def _text(name: str, subject: Subject, lines: Sequence[str], options: Any) -> tu
 
 def _given(name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Inputs:
     """What a model of text takes: of a module of somebody's own, whose first argument is the tokens, the mask too."""
-    first, *others = inspect.signature(model.forward).parameters
     if not name.endswith(".ckpt"):
         return inputs
-    if "attention_mask" in others:
-        return {first: inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    first, *others = inspect.signature(model.forward).parameters.values()
+    if "attention_mask" in [each.name for each in others] and first.kind is first.POSITIONAL_OR_KEYWORD:
+        return {first.name: inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     if not inputs["attention_mask"].all() and not all(layer.spec.is_causal for layer in attention_layers(model)):
         warnings.warn(
             f"the forward of {type(model).__name__} takes no attention_mask: unless it hides them itself, tokens of a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,9 @@ _TITLE_LETTERS = 13  # an inch
 _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
 # Our Segmenter's decoder and that of mmsegmentation; Hiera of timm and of transformers; MAE's encoder.
 _OTHERWISE = ("MaskTransformer", "SegmenterMaskTransformerHead", "Hiera", "HieraEncoder", "ViTMAEModel")
+
+# In names of embeddings: of positions, distances, classes, registers, times.
+_NO_WORDS = re.compile(r"(^|[._])(pos|rel|class|cls|label|reg|y_|time|type|mask)")
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | None:
@@ -71,7 +75,7 @@ def _is_no_raster(around: Sequence[nn.Module]) -> bool:
     for each in around:  # the innermost that says what its tokens are made of
         if any(isinstance(part, (nn.Conv2d, nn.Conv3d)) for part in each.modules()):
             return False
-        if any(isinstance(part, nn.Embedding) and "pos" not in name for name, part in each.named_modules()):
+        if any(isinstance(part, nn.Embedding) and not _NO_WORDS.search(name) for name, part in each.named_modules()):
             return True
     return False
 

@@ -182,13 +182,11 @@ class DeclaredHost(SDPAHost):
             return layer.seam
         if self._known is not None:
             return self._known
-        if not any(each.is_meta for each in layer.parameters()):
-            seam = self._shown(layer)
-        elif layer in (seams := known().seams):
-            return seams[layer]
-        else:
+        seams = known().seams
+        if any(each.is_meta for each in layer.parameters()) and layer not in seams:
             with knowing(Record()):
-                seam = seams[layer] = self._shown(with_values(layer))
+                seams[layer] = self._shown(with_values(layer))
+        seam = seams[layer] if layer in seams else self._shown(layer)
         cross, own = whose(layer)
         return replace(seam, cross=cross, own=own)
 

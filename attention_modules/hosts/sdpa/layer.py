@@ -230,10 +230,11 @@ class SwappedSDPA(Swapped):
         if self.seam.cross or (torch.compiler.is_compiling() and not refused):
             return
         if self.seam.others is None:
-            new: Iterator[Any] = self._alike(given, asking, k) if pairs else iter(())
+            new: Iterator[tuple[Any, Any]] = self._alike(given, asking, k) if pairs else iter(())
         else:
-            new = (place.of(*given) for place in self.seam.others)
-        second = next((x for x in new if isinstance(x, Tensor) and not _is_same(x, asking)), None)
+            new = ((own.of(*given), place.of(*given)) for own, place in self.seam.others)
+        both = ((own, x) for own, x in new if isinstance(own, Tensor) and isinstance(x, Tensor))
+        second = next((x for own, x in both if not _is_same(x, own)), None)
         if second is None:
             return
         if refused:
@@ -251,8 +252,8 @@ class SwappedSDPA(Swapped):
                 stacklevel=3,
             )
 
-    def _alike(self, given: Given, asking: Any, k: Tensor) -> Iterator[Tensor]:
-        """What may be a second sequence, by sizes, of a layer that did not run alone."""
+    def _alike(self, given: Given, asking: Any, k: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        """What asks, with what may be a second sequence, by sizes, of a layer that did not run alone."""
         args, kwargs = given
         places = {place.position for place in self.seam.given}, {place.name for place in self.seam.given}
         new = [args[at] for at in range(len(args)) if at not in places[0]]
@@ -263,7 +264,7 @@ class SwappedSDPA(Swapped):
             asking = next((x for x in new if x.dim() == 3 and x.is_floating_point()), None)
         for x in new:
             if asking is not None and self._may_hold_keys(x, asking, k, alike):
-                yield x
+                yield asking, x
 
     def _may_hold_keys(self, x: Tensor, asking: Tensor, k: Tensor, alike: bool) -> bool:
         """Whether a tensor is as the queries' input, or as many tokens of a width of which the layer makes keys."""
@@ -302,9 +303,9 @@ class SwappedSDPA(Swapped):
         return f"{self.plain_class.__name__} {name!r}" if name else self.plain_class.__name__
 
 
-def _is_same(x: Tensor, asking: Any) -> bool:
+def _is_same(x: Tensor, asking: Tensor) -> bool:
     """Whether a sequence is that of the queries, or one that was computed alike; within a transform, may be."""
-    if x is asking or not isinstance(asking, Tensor) or x.shape != asking.shape:
+    if x is asking or x.shape != asking.shape:
         return x is asking
     if transforms_active() or isinstance(x, FakeTensor):
         return True

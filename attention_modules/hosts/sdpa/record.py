@@ -21,7 +21,7 @@ from attention_modules.hosts.sdpa.rehearsed import rehearsed
 from attention_modules.hosts.sdpa.seam import Call, Place, Seam
 from attention_modules.masks import visible, without_causal_bias
 
-_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class _Recorder(TorchFunctionMode):
@@ -64,8 +64,8 @@ class Record:
     """Of the innermost module whose forward ran."""
     inside: dict[nn.Module, list[Call]] = field(default_factory=dict)
     """Of any module, its children's calls too."""
-    trials: dict[nn.Module, list[Record]] = field(default_factory=dict)
-    """What trials of layers showed meanwhile."""
+    trials: dict[nn.Module, tuple[list[Record], Iterator[Record]]] = field(default_factory=dict)
+    """What trials of layers showed meanwhile, and what more would."""
     seams: dict[nn.Module, Seam] = field(default_factory=dict)
     """What copies with values showed of layers without."""
     example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
@@ -87,15 +87,10 @@ class Record:
         return max(map(runs.count, runs), default=0)
 
 
-def recorded(model: nn.Module, example: Any) -> Record:
-    """The calls of one forward pass of the model, of which nothing changes, nor does the state of random numbers.
-
-    Args:
-        model: any module.
-        example: what it takes: a tensor, a tuple of arguments, or a dict of arguments by name.
-    """
-    recorder, found = _Recorder(), Record(example=arguments(example))
-    args, kwargs = copied(found.example or ((), {}))
+def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Record:
+    """The calls of one forward pass of the model, of which nothing changes, nor does the state of random numbers."""
+    recorder, found = _Recorder(), Record(example=(args, kwargs))
+    args, kwargs = copied((args, kwargs))
     with rehearsed(model) as modules, torch.inference_mode(False), torch.enable_grad(), recorder:
         for module in modules:
             module.register_forward_pre_hook(lambda module, args: found.called.add(module))
@@ -118,7 +113,7 @@ def record_of(model: nn.Module, example: Any) -> Record:
     if example is None:
         return Record()
     try:
-        return recorded(model, example)
+        return recorded(model, *arguments(example))
     except Exception as error:  # whatever a stranger's forward raises
         raise AttentionSwapError(
             f"the example does not run: {type(model).__name__} raised {type(error).__name__}: {error}; give example= "
@@ -180,7 +175,7 @@ def _placed(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 def named_arguments(module: nn.Module) -> list[str]:
     """Names of a forward's arguments that may be given by position."""
-    return [each.name for each in parameters_of(module) if each.kind is _POSITIONAL]
+    return [each.name for each in parameters_of(module) if each.kind in _BY_PLACE]
 
 
 def parameters_of(module: nn.Module) -> list[inspect.Parameter]:

@@ -69,8 +69,8 @@ class Seam:
         ordered_keys: likewise each key, of the tokens that the queries are made of.
         ordered_values: likewise each value, of the sample in its place.
         given: all of its arguments that are sequences.
-        others: which arguments its keys are made of, and not its queries, where they are another sequence; None if
-            unknown.
+        others: arguments that its queries are made of, each with one that keys alone are made of, where that is
+            another sequence; None if unknown.
         asks_more: what its queries do beside asking the keys, where that is looked for.
     """
 
@@ -93,7 +93,7 @@ class Seam:
     ordered_keys: bool | None = None
     ordered_values: bool | None = None
     given: tuple[Place, ...] = ()
-    others: tuple[Place, ...] | None = None
+    others: tuple[tuple[Place, Place], ...] | None = None
     asks_more: str | None = None
 
 
@@ -237,12 +237,14 @@ class Call:
         return self.reads_another or self.k.shape[-2] > self.q.shape[-2]  # one token that asks; fewer are reduced
 
     def _projecting(self) -> Iterator[nn.Module]:
-        """The modules whose own weights make queries or keys, innermost first; a bias or a scale makes none."""
-        for module, _ in reversed(self.around):
-            weights = [each for each in module.parameters() if each.dim() > 1]
-            trained = [each for each in weights if each.requires_grad]
-            if len(trained) < len(weights) or _sources(self.q, trained) or _sources(self.k, trained):
-                yield module
+        """The modules whose weights make queries or keys, innermost first; a bias that is trained makes none."""
+        around = (module for module, _ in reversed(self.around))
+        return itertools.dropwhile(lambda module: not self._projects(module), around)
+
+    def _projects(self, module: nn.Module) -> bool:
+        weights = [each for each in module.parameters() if each.dim() > 1]
+        trained = [each for each in weights if each.requires_grad]
+        return bool(len(trained) < len(weights) or _sources(self.q, trained) or _sources(self.k, trained))
 
     def _made_of(self, module: nn.Module) -> tuple[set[int], set[int], set[int]]:
         """Of what it was given, by their numbers, what queries, keys and values are made of."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from attention_modules.hosts.sdpa.seam import Place
 
 _TOKENS = 6  # more than the heads of a small layer would hide a mistake of the axes
 _WAYS = 9  # of giving sequences of different widths to a layer, that are tried
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_MASK = re.compile(r"mask(s|ing)?(_|$)", re.IGNORECASE)
 
 
 def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
@@ -25,13 +29,16 @@ def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
         layer: any module.
         widths: of the sequences that it takes, where its linear layers do not tell them.
     """
-    return next(iter(_trials(layer, widths)), Record())
+    return next(_trials(layer, widths), Record())
 
 
-def others_of(layer: nn.Module) -> tuple[Place, ...] | None:
-    """The arguments that a layer makes its keys of, and not its queries; None if unknown."""
-    found = [record.inside[layer][0].others(layer) for record in _trials(layer)]
-    return tuple(dict.fromkeys(itertools.chain(*found))) if found else None
+def others_of(layer: nn.Module) -> tuple[tuple[Place, Place], ...] | None:
+    """An argument that a layer makes its queries of, and one that it makes keys of alone, each; None if unknown."""
+    calls = [record.inside[layer][0] for record in _trials(layer)]
+    if not calls or any(each.kind not in _NAMED for each in parameters_of(layer)):
+        return None
+    asking = [(call, place) for call in calls if (place := call.seam(layer).asking) is not None]
+    return tuple(dict.fromkeys((place, other) for call, place in asking for other in call.others(layer)))
 
 
 def with_values(layer: nn.Module) -> nn.Module:
@@ -43,11 +50,15 @@ def with_values(layer: nn.Module) -> nn.Module:
     return twin
 
 
-def _trials(layer: nn.Module, widths: Sequence[int] = ()) -> list[Record]:
+def _trials(layer: nn.Module, widths: Sequence[int] = ()) -> Iterator[Record]:
     if layer not in (trials := known().trials):
         linear = (part.in_features for part in layer.modules() if isinstance(part, nn.Linear))
-        trials[layer] = [*_all(layer, [*dict.fromkeys(widths or linear)])]
-    return trials[layer]
+        trials[layer] = [], _all(layer, [*dict.fromkeys(widths or linear)])
+    made, others = trials[layer]
+    yield from made
+    for record in others:
+        made.append(record)
+        yield record
 
 
 def _all(layer: nn.Module, widths: list[int]) -> Iterator[Record]:
@@ -55,28 +66,44 @@ def _all(layer: nn.Module, widths: list[int]) -> Iterator[Record]:
 
     Each argument has its own, so that it can be told what queries and keys are made of. Masks are left out.
     """
+    parameters = parameters_of(layer)
+    named = [each for each in parameters if each.kind in _NAMED]
+    required = [each.name for each in named if each.default is each.empty]
+    masks = {name: None for name in required if _MASK.search(name)}
+    names = [name for name in required if name not in masks]
+    placed = sum(each.kind is each.POSITIONAL_ONLY and each.default is each.empty for each in parameters)
+    if not placed and not names:
+        by_name = named and all(each.kind is not each.VAR_POSITIONAL for each in parameters)
+        names, placed = ([named[0].name], 0) if by_name else ([], 1)
+    more = [each.name for each in named if each.default is None and each.name not in names]
+    for beside in ([], *([name] for name in more if not _MASK.search(name))):
+        for given in _ways(layer, widths, placed + len(names) + len(beside)):
+            by_their_names = dict(zip([*names, *beside], given[placed:], strict=True))
+            if record := _run(layer, given[:placed], {**by_their_names, **masks}):
+                yield record
+                break
+
+
+def _ways(layer: nn.Module, widths: list[int], count: int) -> Iterator[tuple[Tensor, ...]]:
+    """So many sequences, of the same width first; last, one that stands in each place."""
     like = next((p for p in layer.parameters() if p.is_floating_point()), None)
     if like is None:
         return
-    named = [each for each in parameters_of(layer) if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    required = [each.name for each in named if each.default is each.empty]
-    masks = {name: None for name in required if "mask" in name}
-    needed = [name for name in required if name not in masks] or [each.name for each in named[:1]]
-    more = [each.name for each in named if each.default is None and "mask" not in each.name and each.name not in needed]
-    for names in (needed, *([*needed, name] for name in more)):
-        for tried_widths in itertools.islice(itertools.product(widths, repeat=max(len(names), 1)), _WAYS):
-            made = [_sequence(like, width, place) for place, width in enumerate(tried_widths)]
-            given = {**dict(zip(names, made, strict=True)), **masks} if names else made
-            with contextlib.suppress(Exception):  # whatever a stranger's forward raises
-                record = recorded(layer, given)
-                if _told(record.inside.get(layer, []), len(made)):
-                    yield record
-                    break
+    for chosen in itertools.islice(itertools.product(widths, repeat=count), _WAYS):
+        yield tuple(_sequence(like, width, place) for place, width in enumerate(chosen))
+    if count > 1:
+        yield from ((_sequence(like, width, 0),) * count for width in widths[:1])
 
 
-def _told(calls: Sequence[Any], sequences: int) -> bool:
-    """Whether there was a call; what takes a second tensor for no sequence has a dimension too many."""
-    return bool(calls) and (sequences < 2 or all(call.q.dim() <= 4 for call in calls))
+def _run(layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Record | None:
+    """The record of a call; None where the layer does not take it, or takes a second tensor for no sequence."""
+    with contextlib.suppress(Exception):  # whatever a stranger's forward raises
+        record = recorded(layer, args, kwargs)
+        calls = record.inside.get(layer, [])
+        alone = len(args) + sum(each is not None for each in kwargs.values()) < 2
+        if calls and (alone or all(call.q.dim() <= 4 for call in calls)):  # what is none adds a dimension
+            return record
+    return None
 
 
 def _sequence(like: Tensor, width: int, place: int) -> Tensor:

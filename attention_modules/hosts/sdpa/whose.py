@@ -14,9 +14,11 @@ from attention_modules.hosts.base import Swapped
 from attention_modules.hosts.sdpa.record import arguments, known
 from attention_modules.hosts.sdpa.trial import tried
 
-_SHOWN = "_attends_elsewhere"  # in a module: whether it does, as an example showed, and the shapes of the last one
-# Names of arguments that one sequence may be given to, beside the one that asks.
-_KEYS = re.compile(r"(^|_)x?(kv|[kv]|keys?|values?)(_|$)", re.IGNORECASE)
+_SHOWN = "_whose_keys"  # in a module: whether it does, as an example showed, and the shapes of the last one
+# Names of arguments that one sequence may be given to, beside the one that asks: key, keyStates, kv, x_kv, k_in, kx.
+_KEYS = re.compile(
+    r"^([Kk]ey|[Vv]alue|KEY|VALUE)s?(_|[A-Z]|$)|^x?([kv]|kv|[KV]|KV)(x|s|in)?$|_([kv]|kv|keys?|values?)$|^([kv]|kv)_"
+)
 
 _Shapes = tuple[torch.Size, ...]
 
@@ -67,7 +69,8 @@ def _by_trial(layer: nn.Module) -> bool:
     if not calls:
         return False
     call, given = calls[0], calls[0].given(layer)
-    widths = {given[place].shape[-1] for place in [call.seam(layer).asking] if place is not None}
+    asking = call.seam(layer).asking
+    width = None if asking is None else given[asking].shape[-1]
     return call.k.shape[-2] > call.q.shape[-2] or any(
-        given[place].shape[-1] not in widths or not _KEYS.search(place.name) for place in call.others(layer)
+        given[place].shape[-1] != width or not _KEYS.search(place.name) for place in call.others(layer)
     )

@@ -120,7 +120,7 @@ print({name: tuple(x.shape) for name, x in attnswap.attention_maps(model, inputs
   `attention_maps(model, inputs, layers="cross")` shows it. Without an example a trial of the layer decides, and names:
   "cross" or "pool" in the layer's own name or class, and names as `cross_attn` around it. A layer that makes keys of a
   second sequence that it needs (`forward(x, context)`) attends to that. One that takes queries and keys apart, under
-  such names (`forward(q, k, v)`), or does without a second sequence (`forward(x, context=None)`) counts as
+  such names (`key`, `k`, `values`, `x_kv`), or does without a second sequence (`forward(x, context=None)`) counts as
   self-attention, in LocAteR's penalty too. When it is given one, mechanisms that need self-attention refuse, and others
   warn: pass `example=`. Of `*args`, `**kwargs` and defaults other than None this is not known. A query that is a
   Parameter cannot be declared.

@@ -240,7 +240,7 @@ def test_buffers_beside_a_large_one_are_as_before() -> None:
 def test_after_an_error_everything_is_as_before() -> None:
     model = Network(HELD["tuple"])
     with pytest.raises(RuntimeError):
-        recorded(model, torch.randn(4, 6, 17))
+        recorded(model, (torch.randn(4, 6, 17),), {})
     assert model.training
     assert model.metric._update_count == 0
     assert not model.attn._forward_pre_hooks
@@ -249,7 +249,7 @@ def test_after_an_error_everything_is_as_before() -> None:
 def test_a_compiled_model_is_tried_eagerly() -> None:
     model = Network(HELD["tuple"])
     compiled = torch.compile(model, backend=_refuses)
-    assert len(recorded(compiled, torch.randn(4, 6, 16)).calls[model.attn]) == 1
+    assert len(recorded(compiled, (torch.randn(4, 6, 16),), {}).calls[model.attn]) == 1
 
 
 def _refuses(graph: Any, inputs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from torch.nn import functional as F
 from attention_modules import AttentionSwapError, restore_attention, swap_attention
 from attention_modules.analysis import attention_maps
 from attention_modules.hosts import attention_layers
+from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.sdpa.declared import declare_host
+from attention_modules.hosts.sdpa.record import Record, knowing
 from attention_modules.swap import make_observable
 
 Made = tuple[Tensor, Tensor, Tensor]
@@ -410,6 +413,129 @@ class NeededFirst(SequenceFirst):
 @pytest.mark.parametrize("mechanism", ["linear", "sink"])
 def test_a_layer_that_needs_a_second_sequence_attends_to_it(kind: type[nn.Module], mechanism: str) -> None:
     assert [row.name for row in swap_attention(nn.ModuleList([kind(), Optional()]), mechanism)] == ["1"]
+
+
+class ByKeyword(Optional):
+    """A context that has no name of its own."""
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, more.get("context"))
+
+
+class ByPlace(Optional):
+    """No argument has one."""
+
+    def forward(self, x: Tensor, /, context: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, context)
+
+
+class Asked(Block):
+    """The second sequence asks."""
+
+    def forward(self, x: Tensor, query: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x if query is None else query, x)
+
+
+class Unmasked(Optional):
+    """Names that hold "mask" and are of none."""
+
+    def forward(self, masked_x: Tensor, unmasked: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(masked_x, unmasked)
+
+
+SECOND: dict[type[nn.Module], str] = {ByKeyword: "context", ByPlace: "context", Asked: "query", Unmasked: "unmasked"}
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_a_second_sequence_is_noticed_however_it_is_given(kind: type[nn.Module]) -> None:
+    swap_attention(layer := nn.ModuleList([kind()]), "sink")
+    assert layer[0](X).shape == X.shape
+    swap_attention(layer, "linear")
+    assert layer[0](X).shape == X.shape
+    with pytest.raises(NotImplementedError, match="was given a second sequence"):
+        layer[0](X, **{SECOND[kind]: torch.randn(2, 9, 32)})
+
+
+class Insisting(Block):
+    """It takes one sequence alone, which it is given several times."""
+
+    def forward(self, query: Tensor, key: Tensor) -> Tensor:  # type: ignore[override]
+        if query is not key:
+            raise NotImplementedError("self-attention only")
+        return super().forward(query, key)
+
+
+def named(names: str) -> type[nn.Module]:
+    """The block, with these names for its arguments."""
+
+    class Named(Block):
+        def forward(self, *given: Tensor, **by_name: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(*(*given, *by_name.values())[:2])
+
+    said = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ["self", *names.split()]]
+    Named.forward.__signature__ = inspect.Signature(said)  # type: ignore[attr-defined]
+    return Named
+
+
+@pytest.mark.parametrize("names", ["query key value", "qx kx vx", "queryStates keyStates valueStates", "x_q x_kv"])
+def test_a_layer_that_is_asked_for_its_keys_may_attend_to_itself(names: str) -> None:
+    assert swap_attention(nn.ModuleList([named(names)()]), "sink")[0].heads == 4
+    assert swap_attention(nn.ModuleList([Insisting()]), "sink")[0].heads == 4
+
+
+@pytest.mark.parametrize("names", ["x context", "query memory", "x keypoints", "x vision"])
+def test_a_layer_that_is_asked_for_something_else_does_not(names: str) -> None:
+    with pytest.raises(AttentionSwapError, match="cross-attention only"):
+        swap_attention(nn.ModuleList([named(names)()]), "sink")
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_declared_layer_is_asked_several_times_with_one_answer(device: str) -> None:
+    class Declared(Turned):
+        pass
+
+    declare_host(Declared, q="q", k="k", v="v", heads=4)
+    with torch.device(device):
+        model = nn.ModuleList([Declared()])
+    with knowing(Record()):
+        assert [survey(model).layers[0].cross for _ in range(2)] == [False, False]
+
+
+def test_the_example_is_asked_of_layers_that_a_trial_left_out() -> None:
+    class Task(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mha, self.own = nn.MultiheadAttention(32, 4, batch_first=True), Needed()
+            self.example_input_array = torch.randn(2, 9, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.mha(x, x, x)[0]
+            return self.own(x, x, None)
+
+    assert [layer.name for layer in attention_layers(Task())] == ["mha", "own"]
+
+
+def test_samples_of_which_queries_and_keys_share_positions_are_other_samples() -> None:
+    made = lambda x, at: (x + at, x.roll(2, 0) + at, x.roll(2, 0))  # noqa: E731
+    assert counted("CrossView", made, (1, 8, 32)) == ["sure"]
+
+
+def test_no_more_trials_are_made_than_are_asked_for() -> None:
+    class Many(Optional):
+        def forward(self, x: Tensor, context: Any = None, bias: Any = None, more: Any = None) -> Tensor:  # type: ignore[override]
+            seen.append(x)
+            return super().forward(x, context)
+
+    class One(Many):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)
+
+    seen: list[Tensor] = []
+    attention_layers(nn.ModuleList([Many()]))
+    few = len(seen)
+    seen.clear()
+    attention_layers(nn.ModuleList([One()]))
+    assert len(seen) == few
 
 
 class Biased(nn.Module):
