@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from attention_modules.base import AttentionMechanism
-from attention_modules.hosts.base import acting_mechanism
+from attention_modules.hosts.base import Host, Swapped, acting_mechanism
 from attention_modules.hosts.discovery import Found, survey
 from attention_modules.masks import OTHERS, not_padding, visible
 from attention_modules.precision import to_float64
@@ -120,7 +120,7 @@ class SeenTokens:
             if seen is None and hides and not others and getattr(self._named, "shape", None) == (samples, number):
                 seen = self._named
             self._of_stacks[stack] = seen
-            self._last[samples, number] = seen, getattr(layer.module, "batch_first", True)
+            self._last[samples, number] = seen, layer.host.batch_first(layer.module)
         for name in layer.names:
             self._of_layers.setdefault(name, []).append(seen)
 
@@ -165,7 +165,9 @@ def seeing(layers: Sequence[Found], named: Tensor | None = None) -> Iterator[See
 def layer_output(layer: nn.Module, output: Any) -> Tensor:
     """A layer's output, ``[B, N, C]`` also where the layer gives ``[N, B, C]``."""
     found, _ = output_of(output)
-    return found.transpose(0, 1) if found.ndim == 3 and not getattr(layer, "batch_first", True) else found
+    host: Host | None = getattr(type(layer), "host", None) if isinstance(layer, Swapped) else None
+    batch_first = getattr(layer, "batch_first", True) if host is None else host.batch_first(layer)
+    return found if found.ndim != 3 or batch_first else found.transpose(0, 1)
 
 
 def wide(values: Tensor) -> Tensor:

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from attention_modules.analysis.agreement import output_of
 from attention_modules.hosts.attnswap import SelfAttentionHost
 from attention_modules.hosts.base import AttentionLayer
 from attention_modules.hosts.sdpa.declared import DeclaredHost
+from attention_modules.hosts.sdpa.rehearsed import rehearsed
 from attention_modules.hosts.torch import MultiheadAttentionHost
 from attention_modules.hosts.weights import Rows, bias_of
 from attention_modules.mechanisms.shared.options import as_float
@@ -126,7 +129,33 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     w_v = values.weight().unflatten(0, (heads, -1))
     w_o = None if out is None else out.weight().unflatten(1, (heads, -1)).transpose(0, 1)
     b_q = None if bias is None else bias[:width].unflatten(0, (heads, -1))
+    if isinstance(layer.host, DeclaredHost) and not _is_of(layer, w_q, w_k, w_v, w_o, b_q):
+        raise ValueError(
+            f"the bound does not cover {layer.name!r}: alone, on [2, 5, {w_q.shape[2]}], it does not give what its "
+            "declared projections give (it needs more, or has a residual, scale, gate, norm or bias of its own); give "
+            "its weights to lipschitz_bound"
+        )
     return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=layer.scale)
+
+
+@torch.no_grad()
+def _is_of(
+    layer: AttentionLayer, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor | None, b_q: Tensor | None
+) -> bool:
+    """Whether a layer gives what these weights do, but for a bias of its values and output."""
+    x = torch.randn(2, 5, w_q.shape[2], generator=torch.Generator().manual_seed(0)).to(w_q)
+    q, k, v = (torch.einsum("bnc,hdc->bhnd", x, weight) for weight in (w_q, w_k, w_v))
+    q = q if b_q is None else q + b_q[:, None]
+    mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=layer.spec.is_causal, scale=layer.scale)
+    wanted = mixed.transpose(1, 2).flatten(2) if w_o is None else torch.einsum("bhnd,hcd->bnc", mixed, w_o)
+    batch_first = layer.host.batch_first(layer.module)
+    try:
+        with rehearsed(layer.module):
+            found, _ = output_of(layer.module(x if batch_first else x.transpose(0, 1)))
+    except Exception:  # whatever a stranger's forward raises
+        return False
+    bias = (found if batch_first else found.transpose(0, 1)) - wanted
+    return bool((bias - bias[0, 0]).abs().max() <= 0.01 * wanted.abs().max())
 
 
 def _value_and_output(layer: AttentionLayer, width: int) -> tuple[Rows, Rows | None, Tensor | None]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from attention_modules.base import OPAQUE
-from attention_modules.hosts.forwards import has_other_forward
+from attention_modules.hosts.forwards import has_other_forward, tokens_of
 from attention_modules.hosts.limits import Limits
 from attention_modules.hosts.query import QueryPart, accept_plain_layout, become, drop_query, empties, restore_query
 from attention_modules.hosts.weights import Rows, quantized, trained_instead, wrapped_by_peft
@@ -334,6 +334,10 @@ class Host(ABC):
     def batch_first(self, layer: nn.Module) -> bool:
         """Whether the layer is given ``[B, N, C]``, and not ``[N, B, C]``."""
         return bool(getattr(layer, "batch_first", True))
+
+    def tokens(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """The layer's input among the arguments of a call; None where there is no tensor."""
+        return tokens_of(layer, args, kwargs)
 
     def num_tokens(self, layer: Any, ancestors: Sequence[nn.Module]) -> int | None:
         """The sequence length where the model around the layer fixes it (``ancestors``: outermost first)."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -37,3 +38,15 @@ def is_own_forward(module: nn.Module, forward: Callable[..., Any]) -> bool:
     """Whether the module runs exactly this forward (a subclass that changes nothing there does)."""
     runs = getattr(type(module), "forward", None) is forward and not has_other_forward(module)
     return runs and not has_replaced_forward(type(module))
+
+
+def tokens_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first tensor of a call, in the order of the forward's arguments, whatever that of the call's keywords."""
+    kind: Any = getattr(module, "plain_class", type(module))
+    try:
+        order = [*inspect.signature(kind.forward).parameters]
+    except (TypeError, ValueError):  # of a forward that is no function of Python's
+        order = []
+    names = sorted(kwargs, key=lambda name: order.index(name) if name in order else len(order))
+    given = (*args, *(kwargs[name] for name in names))
+    return next((value for value in given if isinstance(value, Tensor)), None)

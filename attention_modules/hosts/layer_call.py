@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from attention_modules.hosts.base import Host
 from attention_modules.hosts.discovery import host_of
+from attention_modules.hosts.forwards import tokens_of
 from attention_modules.hosts.model.inputs import CACHES, continues, copied_arguments, named
 from attention_modules.hosts.torch import same_view
 from attention_modules.masks import visible
+from attention_modules.mechanisms.shared.unchanged import repeatable, unobserved
 from attention_modules.sharing import Link
 
 # Arguments that hold the tokens that are attended to.
@@ -47,6 +49,7 @@ class LayerCall:
     batch_first: bool = True
     places: tuple[str, ...] = ()  # the names of args
     num_heads: int | None = None
+    by_sample: bool = False  # whether [N] and [N, N] of as many samples as tokens are [B] and [B, N]
 
     @classmethod
     def of(
@@ -75,7 +78,8 @@ class LayerCall:
                 another tensor (they may depend on it all the same, and held they would leave another quantity), the
                 layer continues from a cache that holds tokens, or an argument cannot be copied.
         """
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        host = host_of(module) if host is None else host
+        given = tokens_of(module, args, kwargs) if host is None else host.tokens(module, args, kwargs)
         if given is not None and given.is_nested:
             raise ValueError(
                 "its input is a nested tensor, without [batch, tokens, features]; set use_nested_tensor of the "
@@ -96,7 +100,6 @@ class LayerCall:
                 "it continues from a key-value cache, so that it is no function of its input alone: call it with an "
                 "empty cache, or without one (use_cache=False)"
             )
-        host = host_of(module) if host is None else host
         batch_first = bool(getattr(module, "batch_first", True)) if host is None else host.batch_first(module)
         x = given if batch_first else given.transpose(0, 1)
         batch, tokens, _ = x.shape
@@ -105,35 +108,44 @@ class LayerCall:
         has_cache = any(hasattr(value, "get_seq_length") for value in by_name.values())
         with_places = {value.shape[-1] for value in by_name.values() if has_cache and _has_places(value, tokens)}
 
-        def cut(name: str, value: Any) -> Any:
-            if isinstance(value, Tensor) and same_view(value, given):
-                return _HOLE
-            if name in CACHES or hasattr(value, "get_seq_length"):
-                return None
-            if isinstance(value, (tuple, list)):
-                return type(value)(cut(name, part) for part in value)
-            if not isinstance(value, Tensor):
-                return copied_arguments(value)
-            if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
-                value = value[..., :tokens]
-            value = _cut_mask(name, value, (batch, slice(samples)), (tokens, slice(kept)), num_heads)
-            return _own(value.to(dtype) if value.is_floating_point() else value)
-
-        names = {name: cut(name, value) for name, value in kwargs.items()}
-        link: Link | None = getattr(module, "link", None)
-        shared = {} if link is None else link.given() or {}
-        others = {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in shared.items()}
-        own = _own(x[:samples, :kept].to(dtype))
         places = [name for name in by_name if name not in kwargs]
         places = places if len(places) == len(args) else [""] * len(args)
-        given_args = [cut(name, value) for name, value in zip(places, args, strict=True)]
-        return cls(module, own, tokens, given_args, names, others, batch_first, tuple(places), num_heads)
+        link: Link | None = getattr(module, "link", None)
+        shared = {} if link is None else link.given() or {}
+
+        def built(samples: int, kept: int, by_sample: bool) -> LayerCall:
+            def cut(name: str, value: Any) -> Any:
+                if isinstance(value, Tensor) and same_view(value, given):
+                    return _HOLE
+                if name in CACHES or hasattr(value, "get_seq_length"):
+                    return None
+                if isinstance(value, (tuple, list)):
+                    return type(value)(cut(name, part) for part in value)
+                if not isinstance(value, Tensor):
+                    return copied_arguments(value)
+                if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
+                    value = value[..., :tokens]
+                sizes = (batch, slice(samples)), (tokens, slice(kept))
+                value = _cut_mask(name, value, *sizes, num_heads, by_sample)
+                return _own(value.to(dtype) if value.is_floating_point() else value)
+
+            names = {name: cut(name, value) for name, value in kwargs.items()}
+            others = {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in shared.items()}
+            own = _own(x[:samples, :kept].to(dtype))
+            given_args = [cut(name, value) for name, value in zip(places, args, strict=True)]
+            sizes = tokens, given_args, names, others, batch_first, tuple(places), num_heads, by_sample
+            return cls(module, own, *sizes)
+
+        # Of as many samples as tokens, what has one of a token alone lets a call of one sample give one.
+        shapes = [getattr(each, "shape", None) for each in by_name.values()]
+        either = batch == tokens and (x.shape[:1] in shapes or x.shape[:2] in shapes)
+        return built(samples, kept, either and not _gives_one(built(1, tokens, False)))
 
     @property
     def has_masks(self) -> bool:
         """Whether it is given what may say of each token whether it is seen."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        return any(isinstance(each, Tensor) and each.dim() > 0 and each.shape[-1] == self.tokens for each in leaves)
+        given = [each for each in tree_leaves((self.args, self.kwargs)) if isinstance(each, Tensor) and each.dim() > 0]
+        return any(each.shape[-1] == self.tokens or each.shape == self.x.shape[:1] for each in given)
 
     def among(self, seen: Tensor) -> Callable[[Tensor], Tensor]:
         """The function of these tokens alone, boolean ``[B, N]``: the others are held, and what they give is 0."""
@@ -149,7 +161,9 @@ class LayerCall:
                 return type(value)(cut(name, part) for part in value)
             if not isinstance(value, Tensor):
                 return value
-            return _own(_cut_mask(name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads))
+            return _own(
+                _cut_mask(name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads, self.by_sample)
+            )
 
         args = [cut(name, value) for name, value in zip(self.places, self.args, strict=True)]
         kwargs = {name: cut(name, value) for name, value in self.kwargs.items()}
@@ -198,14 +212,26 @@ def _has_places(value: Any, tokens: int) -> bool:
     return not bool(visible(value[..., tokens:]).any())
 
 
+def _gives_one(call: LayerCall) -> bool:
+    """Whether a call of one sample gives one."""
+    with suppress(RuntimeError, ValueError), torch.no_grad(), unobserved(call.module), repeatable(call.x.device):
+        return len(call(call.x)) == 1
+    return False
+
+
 def _cut_mask(
-    name: str, value: Tensor, samples: tuple[int, slice], tokens: tuple[int, slice | Tensor], heads: int | None
+    name: str,
+    value: Tensor,
+    samples: tuple[int, slice],
+    tokens: tuple[int, slice | Tensor],
+    heads: int | None,
+    by_sample: bool,
 ) -> Tensor:
-    """A mask, ``[N, N]``, ``[B, N]``, ``[B * H, N, N]`` or ``[B, ..., N, N]``, or the like, for fewer of both."""
+    """A mask for fewer of both: ``[N, N]``, ``[B, N]``, ``[B * H, N, N]``, ``[B, ..., N, N]``; lengths ``[B]``."""
     batch, batch_kept = samples
     length, kept = tokens
-    square = value.dim() == 2 and value.shape == (length, length) and "padding" not in name
-    if value.dim() > 1 and not square:
+    square = value.dim() == 2 and value.shape == (length, length) and not (by_sample or "padding" in name)
+    if (value.dim() > 1 and not square) or (value.shape == (batch,) and (by_sample or batch != length)):
         if value.shape[0] == batch:
             value = value[batch_kept]
         elif heads and value.dim() == 3 and value.shape[0] == batch * heads:

@@ -14,7 +14,7 @@ from attention_modules import AttentionMechanism, NoMapError
 from attention_modules.analysis import STATISTICS, Statistic, sink_features, token_similarity
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.base import queries_of
-from attention_modules.hosts import AttentionLayer
+from attention_modules.hosts import AttentionLayer, Host
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
 from attention_modules.mechanisms.shared.probe import acting_map
@@ -288,14 +288,14 @@ class AttentionMonitor(MechanismObserver):
         hooks: list[tuple[nn.Module, Any]] = []
         for index, layer in enumerate(layers):
             hooks.append((self._mechanism(layer), partial(self._observe, index, layer.name)))
-            hooks.append((layer.module, partial(self._enter, index)))
+            hooks.append((layer.module, partial(self._enter, index, layer.host)))
         self._hook(hooks)
 
-    def _enter(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, index: int, host: Host, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the tokens that enter a layer, as ``[B, N, C]``, until its attention is called."""
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        given = host.tokens(module, args, kwargs)
         if given is not None and given.ndim == 3 and given.is_floating_point():
-            self._tokens[index] = given if getattr(module, "batch_first", True) else given.transpose(0, 1)
+            self._tokens[index] = given if host.batch_first(module) else given.transpose(0, 1)
 
     @torch.no_grad()
     def _observe(

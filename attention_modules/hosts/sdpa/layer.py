@@ -200,7 +200,10 @@ class SwappedSDPA(Swapped):
             def plain(*handed: Tensor) -> Tensor | None:
                 if any(one is not other for one, other in zip(handed, (q, k, v), strict=True)):
                     return None  # a penalty has put others in their place
-                out = TARGET(query, key, value, **own)
+                # Of the very tensors that the mechanism was given, so that a gradient reaches these too.
+                pairs = zip(handed, (query, key, value), strict=True)
+                sent = [x.reshape(of.shape) if x.numel() == of.numel() else of for x, of in pairs]
+                out = TARGET(sent[0], sent[1], sent[2], **own)
                 return out.reshape(*q.shape[:-1], out.shape[-1])
 
             asked = {"plain": plain}
@@ -467,6 +470,11 @@ class SDPAHost(Host):
 
     def batch_first(self, layer: nn.Module) -> bool:
         return bool(getattr(layer, "batch_first", self.seam(layer).batch_first))
+
+    def tokens(self, layer: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        asking = self.seam(layer).asking
+        given = None if asking is None else asking.of(args, kwargs)
+        return given if isinstance(given, Tensor) else super().tokens(layer, args, kwargs)
 
     def groups(self, layer: Any) -> int:
         seam = self.seam(layer)

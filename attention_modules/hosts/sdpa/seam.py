@@ -200,7 +200,8 @@ class Call:
     def _asking(self, module: nn.Module) -> Source | None:
         """What its queries are made of; of several, as of tokens and positions, what its values are made of too."""
         found, valued = self.sources(module, self.q), {source.place for source in self.sources(module, self.v)}
-        return next((source for source in found if source.place in valued), next(iter(found), None))
+        likely = [source for source in found if source.place in valued] or found
+        return next((source for source in likely if "pos" not in source.place.name), next(iter(likely), None))
 
     def _keeps_values(self, module: nn.Module) -> bool | None:
         """Whether its values are of the module's tokens in their order; None if unknown."""
