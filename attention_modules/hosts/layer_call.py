@@ -214,7 +214,7 @@ def _has_places(value: Any, tokens: int) -> bool:
 
 def _gives_one(call: LayerCall) -> bool:
     """Whether a call of one sample gives one."""
-    with suppress(RuntimeError, ValueError), torch.no_grad(), unobserved(call.module), repeatable(call.x.device):
+    with suppress(Exception), torch.no_grad(), unobserved(call.module), repeatable(call.x.device):
         return len(call(call.x)) == 1
     return False
 
@@ -231,7 +231,8 @@ def _cut_mask(
     batch, batch_kept = samples
     length, kept = tokens
     square = value.dim() == 2 and value.shape == (length, length) and not (by_sample or "padding" in name)
-    if (value.dim() > 1 and not square) or (value.shape == (batch,) and (by_sample or batch != length)):
+    lengths = value.shape == (batch,) and not value.is_floating_point() and (by_sample or batch != length)
+    if (value.dim() > 1 and not square) or lengths:
         if value.shape[0] == batch:
             value = value[batch_kept]
         elif heads and value.dim() == 3 and value.shape[0] == batch * heads:

@@ -35,10 +35,12 @@ def tried(layer: nn.Module, widths: Sequence[int] = ()) -> Record:
 def others_of(layer: nn.Module) -> tuple[tuple[Place, Place], ...] | None:
     """An argument that a layer makes its queries of, and one that it makes keys of alone, each; None if unknown."""
     calls = [record.inside[layer][0] for record in _trials(layer)]
-    if not calls or any(each.kind not in _NAMED for each in parameters_of(layer)):
+    if not calls:
         return None
     asking = [(call, place) for call in calls if (place := call.seam(layer).asking) is not None]
-    return tuple(dict.fromkeys((place, other) for call, place in asking for other in call.others(layer)))
+    found = tuple(dict.fromkeys((place, other) for call, place in asking for other in call.others(layer)))
+    unnamed = any(each.kind not in _NAMED for each in parameters_of(layer))
+    return found or (None if unnamed else ())
 
 
 def with_values(layer: nn.Module) -> nn.Module:

@@ -85,6 +85,9 @@ class Teacher:
         restore_attention(self.network)
         forget_made(self.network)
         let_be_seen(self.network, self.layers)
+        for name in self.layers:  # one of somebody's own may not tell alone how its tokens lie
+            taught: Any = student.get_submodule(name)
+            vars(self.network.get_submodule(name)).setdefault("batch_first", taught.host.batch_first(taught))
         self._found = survey(self.network).layers
         self.maps = maps
         self.digest = _digest(self.network)

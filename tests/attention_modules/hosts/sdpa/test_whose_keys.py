@@ -422,6 +422,13 @@ class ByKeyword(Optional):
         return super().forward(x, more.get("context"))
 
 
+class Beside(Optional):
+    """A context that has a name, beside what has none."""
+
+    def forward(self, x: Tensor, context: Tensor | None = None, **more: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x, context)
+
+
 class ByPlace(Optional):
     """No argument has one."""
 
@@ -443,13 +450,22 @@ class Unmasked(Optional):
         return super().forward(masked_x, unmasked)
 
 
-SECOND: dict[type[nn.Module], str] = {ByKeyword: "context", ByPlace: "context", Asked: "query", Unmasked: "unmasked"}
+SECOND: dict[type[nn.Module], str] = {
+    ByKeyword: "context",
+    Beside: "context",
+    ByPlace: "context",
+    Asked: "query",
+    Unmasked: "unmasked",
+}
 
 
 @pytest.mark.parametrize("kind", SECOND)
 def test_a_second_sequence_is_noticed_however_it_is_given(kind: type[nn.Module]) -> None:
     swap_attention(layer := nn.ModuleList([kind()]), "sink")
     assert layer[0](X).shape == X.shape
+    if kind is not ByKeyword:
+        with pytest.warns(UserWarning, match="was given a second sequence"):
+            layer[0](X, **{SECOND[kind]: torch.randn(2, 9, 32)})
     swap_attention(layer, "linear")
     assert layer[0](X).shape == X.shape
     with pytest.raises(NotImplementedError, match="was given a second sequence"):

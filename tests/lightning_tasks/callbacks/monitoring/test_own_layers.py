@@ -155,6 +155,45 @@ def test_layers_of_a_teacher_that_are_sequence_first_are_told_their_tokens():
     torch.testing.assert_close(*found)
 
 
+class NeedsLengths(SequenceFirst):
+    """It does not run alone."""
+
+    def forward(self, x, lengths):
+        return super().forward(x, (torch.arange(len(x)) < lengths[:, None])[:, None, None])
+
+
+def test_a_teacher_whose_layers_do_not_run_alone_takes_their_layout_from_the_student():
+    x, keep = padded(N)
+    plain = Task(Attention, lambda layer, x: layer(x, mask=keep[:, None, None]))
+    turned = Task(NeedsLengths, lambda layer, x: layer(x.transpose(0, 1), keep.sum(1)).transpose(0, 1))
+    found = []
+    for task in (plain, turned):
+        task.example_input_array = x
+        found.append(fitted(task, x, SwapAttention("sink"), Heal([{"match": "layers"}]))["heal/loss"])
+    assert found[1] < 2 * found[0]  # where padding may count, as the plain layer does not tell it
+
+
+def test_slopes_of_heads_are_no_lengths():
+    class Sloped(Attention):
+        def forward(self, x, slopes):
+            return super().forward(x, mask=slopes[:, None, None] * torch.arange(x.shape[1]))
+
+    x, layer, slopes = torch.randn(4, N, C), Sloped(), torch.rand(4)
+    call = LayerCall.of(layer, (x, slopes), {}, num_samples=1)
+    torch.testing.assert_close(call(call.x), layer(x, slopes)[:1])
+
+
+def test_whatever_a_layer_raises_where_samples_are_as_many_as_tokens_tells_how_its_mask_lies():
+    class Strict(Attention):
+        def forward(self, x, keep):
+            assert keep.shape == x.shape[:2]
+            return super().forward(x, keep=keep)
+
+    x, keep = padded(N)
+    call = LayerCall.of(layer := Strict(), (x, keep), {}, num_samples=2)
+    torch.testing.assert_close(call(call.x), layer(x, keep)[:2])
+
+
 CALLS = {
     "in order": (Attention, lambda layer, x, pos: layer(x, pos)),
     "by keywords": (Attention, lambda layer, x, pos: layer(pos=pos, x=x)),
@@ -216,6 +255,13 @@ class LayerScale(Attention):
         return 2.0 * super().forward(x)
 
 
+class Masked(Attention):
+    """It does not run on a sequence alone, so that nothing more is looked at."""
+
+    def forward(self, x, mask):
+        return super().forward(x, mask=mask)
+
+
 class Gate(Attention):
     def forward(self, x):
         return super().forward(x) * x.sigmoid()
@@ -232,6 +278,6 @@ def test_a_bound_covers_no_layer_that_does_more_than_it_declares(kind):
     class Plain(Attention):
         pass
 
-    assert bound_of(Plain) > 0
+    assert bound_of(Plain) == bound_of(Masked) > 0
     with pytest.raises(ValueError, match=r"does not cover .* it does not give what its declared projections give"):
         bound_of(kind)
