@@ -104,7 +104,8 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     Raises:
         TypeError: if `layer` is not from `attention_layers`.
         ValueError: if the bound does not cover the layer (another mechanism, rope, q/k norm, position bias, gate, norm
-            of the output), or its weights are not read; else as :func:`lipschitz_bound`.
+            of the output), or its weights are not read; else as :func:`lipschitz_bound`. A declared layer is held
+            against its projections where it runs on a sequence alone, and taken at its word where it needs more.
 
     Example:
         >>> import torch

@@ -74,7 +74,7 @@ class LayerCall:
             host: that of the layer, where it is known.
 
         Raises:
-            ValueError: if the first tensor among the arguments is no sequence of tokens, keys or values come from
+            ValueError: if its input among the arguments is no sequence of tokens, keys or values come from
                 another tensor (they may depend on it all the same, and held they would leave another quantity), the
                 layer continues from a cache that holds tokens, or an argument cannot be copied.
         """

@@ -81,7 +81,7 @@ def _all(layer: nn.Module, widths: list[int]) -> Iterator[Record]:
     for beside in ([], *([name] for name in more if not _MASK.search(name))):
         for given in _ways(layer, widths, placed + len(names) + len(beside)):
             by_their_names = dict(zip([*names, *beside], given[placed:], strict=True))
-            if record := _run(layer, given[:placed], {**by_their_names, **masks}):
+            if record := _run(layer, given[:placed], {**masks, **by_their_names}):
                 yield record
                 break
 
