@@ -30,6 +30,7 @@ from attention_modules.hosts.base import (
 from attention_modules.hosts.discovery import Found, Selector, Skipped, Survey, check_module, select, survey
 from attention_modules.hosts.forwards import has_other_forward
 from attention_modules.hosts.model.connected import check_connections, connect_layers, shares_values
+from attention_modules.hosts.model.copies import warn_of_copies
 from attention_modules.hosts.model.dropped import dropped_refusals, watch_grids
 from attention_modules.hosts.model.heads import SPREAD, mesh_of, spread
 from attention_modules.hosts.model.held import held_forwards, warn_of_uncalled
@@ -160,6 +161,7 @@ def _swap(
     warn_of_uncalled(modules, known().called, stacklevel=3)
     warn_of_own_softmax(prepared.plan, stacklevel=4)
     warn_of_twins(prepared.found, prepared.plan)
+    warn_of_copies(model, prepared.plan, stacklevel=4)
     return _commit(model, prepared)
 
 

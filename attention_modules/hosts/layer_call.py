@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from attention_modules.sharing import Link
 
 # Arguments that hold the tokens that are attended to.
 _ATTENDED = ("key", "value", "key_value_states", "encoder_hidden_states")
+_SAME = 1e-3  # of an output, which rounding moves by less
 # Arguments that hold rotary embeddings [..., N, d]: their last dimension has no tokens, whatever its size.
 _ROTARY = ("position_embeddings", "rope", "cos", "sin")
 
@@ -49,7 +51,7 @@ class LayerCall:
     batch_first: bool = True
     places: tuple[str, ...] = ()  # the names of args
     num_heads: int | None = None
-    by_sample: bool = False  # whether [N] and [N, N] of as many samples as tokens are [B] and [B, N]
+    by_sample: frozenset[str] = frozenset()  # names of the arguments whose first dimension is that of samples
 
     @classmethod
     def of(
@@ -76,7 +78,8 @@ class LayerCall:
         Raises:
             ValueError: if its input among the arguments is no sequence of tokens, keys or values come from
                 another tensor (they may depend on it all the same, and held they would leave another quantity), the
-                layer continues from a cache that holds tokens, or an argument cannot be copied.
+                layer continues from a cache that holds tokens, an argument cannot be copied, or one sample alone does
+                not give what it gives in the batch, however the arguments are cut.
         """
         host = host_of(module) if host is None else host
         given = tokens_of(module, args, kwargs) if host is None else host.tokens(module, args, kwargs)
@@ -109,11 +112,11 @@ class LayerCall:
         with_places = {value.shape[-1] for value in by_name.values() if has_cache and _has_places(value, tokens)}
 
         places = [name for name in by_name if name not in kwargs]
-        places = places if len(places) == len(args) else [""] * len(args)
+        places = places if len(places) == len(args) else [str(at) for at in range(len(args))]
         link: Link | None = getattr(module, "link", None)
         shared = {} if link is None else link.given() or {}
 
-        def built(samples: int, kept: int, by_sample: bool) -> LayerCall:
+        def built(samples: int, kept: int, by_sample: frozenset[str]) -> LayerCall:
             def cut(name: str, value: Any) -> Any:
                 if isinstance(value, Tensor) and same_view(value, given):
                     return _HOLE
@@ -126,7 +129,7 @@ class LayerCall:
                 if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
                     value = value[..., :tokens]
                 sizes = (batch, slice(samples)), (tokens, slice(kept))
-                value = _cut_mask(name, value, *sizes, num_heads, by_sample)
+                value = _cut_mask(name, value, *sizes, num_heads, name in by_sample)
                 return _own(value.to(dtype) if value.is_floating_point() else value)
 
             names = {name: cut(name, value) for name, value in kwargs.items()}
@@ -136,10 +139,26 @@ class LayerCall:
             sizes = tokens, given_args, names, others, batch_first, tuple(places), num_heads, by_sample
             return cls(module, own, *sizes)
 
-        # Of as many samples as tokens, what has one of a token alone lets a call of one sample give one.
-        shapes = [getattr(each, "shape", None) for each in by_name.values()]
-        either = batch == tokens and (x.shape[:1] in shapes or x.shape[:2] in shapes)
-        return built(samples, kept, either and not _gives_one(built(1, tokens, False)))
+        usual: dict[str, bool] = {}  # of what may have a part for each sample, whether it has by its shape
+        for name, value in (*zip(places, args, strict=True), *kwargs.items()):
+            for each in tree_leaves(value):
+                if isinstance(each, Tensor) and each.shape[:1] == (batch,) and not same_view(each, given):
+                    usual[name] = each.dim() > 1 and each.shape != (tokens, tokens)
+        if batch == 1 or not usual:
+            return built(samples, kept, frozenset())
+        readings = [
+            frozenset(name for name in usual if usual[name] != (name in turned))
+            for count in range(len(usual) + 1)
+            for turned in combinations(usual, count)
+        ]
+        whole = _output(built(batch, tokens, readings[0]))
+        for by_sample in readings:
+            if whole is None or _is_first(_output(built(1, tokens, by_sample)), whole):
+                return built(samples, kept, by_sample)
+        raise ValueError(
+            f"what it gives of one sample alone is not what it gives of it among {batch}, however its arguments "
+            f"({', '.join(usual)}) are cut: have it in eval(), without what mixes samples"
+        )
 
     @property
     def has_masks(self) -> bool:
@@ -162,7 +181,9 @@ class LayerCall:
             if not isinstance(value, Tensor):
                 return value
             return _own(
-                _cut_mask(name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads, self.by_sample)
+                _cut_mask(
+                    name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads, name in self.by_sample
+                )
             )
 
         args = [cut(name, value) for name, value in zip(self.places, self.args, strict=True)]
@@ -212,11 +233,18 @@ def _has_places(value: Any, tokens: int) -> bool:
     return not bool(visible(value[..., tokens:]).any())
 
 
-def _gives_one(call: LayerCall) -> bool:
-    """Whether a call of one sample gives one."""
+def _output(call: LayerCall) -> Tensor | None:
+    """What a call gives, if it does not fail."""
     with suppress(Exception), torch.no_grad(), unobserved(call.module), repeatable(call.x.device):
-        return len(call(call.x)) == 1
-    return False
+        return call(call.x)
+    return None
+
+
+def _is_first(one: Tensor | None, whole: Tensor) -> bool:
+    """Whether it is what a call of all samples gives of the first, within rounding."""
+    if one is None or one.shape != whole[:1].shape:
+        return False
+    return not bool((one - whole[:1]).norm() > _SAME * whole[:1].norm())
 
 
 def _cut_mask(
@@ -227,16 +255,14 @@ def _cut_mask(
     heads: int | None,
     by_sample: bool,
 ) -> Tensor:
-    """A mask for fewer of both: ``[N, N]``, ``[B, N]``, ``[B * H, N, N]``, ``[B, ..., N, N]``; lengths ``[B]``."""
+    """A mask for fewer of both: ``[N, N]``, ``[B * H, N, N]``, ``[H, N, N]``; by sample ``[B]``, ``[B, ..., N]``."""
     batch, batch_kept = samples
     length, kept = tokens
-    square = value.dim() == 2 and value.shape == (length, length) and not (by_sample or "padding" in name)
-    lengths = value.shape == (batch,) and not value.is_floating_point() and (by_sample or batch != length)
-    if (value.dim() > 1 and not square) or lengths:
-        if value.shape[0] == batch:
-            value = value[batch_kept]
-        elif heads and value.dim() == 3 and value.shape[0] == batch * heads:
-            value = value.unflatten(0, (batch, heads))[batch_kept].flatten(0, 1)
+    square = value.shape == (length, length) and not by_sample
+    if by_sample and value.shape[:1] == (batch,):
+        value = value[batch_kept]
+    elif heads and heads > 1 and value.dim() == 3 and value.shape[0] == batch * heads:
+        value = value.unflatten(0, (batch, heads))[batch_kept].flatten(0, 1)
     for dim in (-2,) if name in _ROTARY else (-2, -1):
         inner = value.dim() >= -dim and (square or value.dim() + dim > 0)
         if inner and value.shape[dim] == length:

@@ -320,7 +320,8 @@ What else to know:
   encoders of equal shapes. Parts of equal shapes count apart where their values are equal, where each takes an input of
   its own, where one has a teacher's name (`teacher`, `momentum`, `encoder_k`), or where one is frozen behind one that
   trains. Layers that are copies of each other, value by value, get equal new Parameters. A swap that takes a layer of
-  one network and not its counterpart in an equal one warns. A network whose Parameters are all frozen, beside one that
+  one network and not its counterpart in an equal one warns; so does one that cannot take an equal copy, as an object
+  that is no module holds it (`ModelEma` of timm, a list). A network whose Parameters are all frozen, beside one that
   trains and is not its equal, is swapped only where a pattern of `where` names it alone.
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.

@@ -183,6 +183,46 @@ def test_slopes_of_heads_are_no_lengths():
     torch.testing.assert_close(call(call.x), layer(x, slopes)[:1])
 
 
+class Both(Attention):
+    def forward(self, x, bias, given):
+        if given.dim() == 1:
+            given = torch.arange(x.shape[1]) < given[:, None]
+        return super().forward(x, mask=bias.masked_fill(~given[:, None, None], float("-inf")))
+
+
+@pytest.mark.parametrize("heads", [False, True], ids=["one map", "one for each head"])
+@pytest.mark.parametrize("given", ["keep", "lengths"])
+def test_each_argument_is_cut_as_it_lies_whatever_sizes_agree(given, heads):
+    x, keep = padded(4 if heads else N)
+    bias = torch.randn(4, N, N) if heads else torch.randn(N, N)
+    args = (x, bias, keep if given == "keep" else keep.sum(1))
+    call = LayerCall.of(layer := Both(), args, {}, num_samples=1)
+    torch.testing.assert_close(call(call.x), layer(*args)[:1])
+    one = call.part(0, torch.arange(3))
+    args = (x[:1, :3], bias[..., :3, :3], keep[:1, :3] if given == "keep" else keep.sum(1)[:1])
+    torch.testing.assert_close(one(one.x), layer(*args))
+
+
+def test_temperatures_of_samples_are_cut_with_them():
+    class Tempered(Attention):
+        def forward(self, x, temperature):
+            return super().forward(x * temperature[:, None, None])
+
+    x, layer, temperature = torch.randn(3, N, C), Tempered(), torch.rand(3)
+    call = LayerCall.of(layer, (x, temperature), {}, num_samples=2)
+    torch.testing.assert_close(call(call.x), layer(x, temperature)[:2])
+
+
+def test_a_layer_that_mixes_samples_is_no_function_of_one():
+    class Mixing(Attention):
+        def forward(self, x, keep):
+            return super().forward(x + x.mean(0), keep=keep)
+
+    x, keep = padded(3)
+    with pytest.raises(ValueError, match="of it among 3, however its arguments"):
+        LayerCall.of(Mixing(), (x, keep), {}, num_samples=1)
+
+
 def test_whatever_a_layer_raises_where_samples_are_as_many_as_tokens_tells_how_its_mask_lies():
     class Strict(Attention):
         def forward(self, x, keep):
