@@ -133,8 +133,8 @@ def layer_lipschitz_bound(layer: AttentionLayer, *, radius: float, num_tokens: i
     if isinstance(layer.host, DeclaredHost) and not _is_of(layer, w_q, w_k, w_v, w_o, b_q):
         raise ValueError(
             f"the bound does not cover {layer.name!r}: alone, on [2, 5, {w_q.shape[2]}], it does not give what its "
-            "declared projections give (it has a residual, scale, gate, norm or bias of its own); give "
-            "its weights to lipschitz_bound"
+            "declared projections give (it has a mask, residual, scale, gate, norm or bias of its own); "
+            "lipschitz_bound takes weights, and bounds plain attention with them alone"
         )
     return lipschitz_bound(w_q, w_k, w_v, w_o, radius=radius, num_tokens=num_tokens, b_q=b_q, scale=layer.scale)
 
@@ -153,9 +153,12 @@ def _is_of(
     try:
         with rehearsed(layer.module):
             found, _ = output_of(layer.module(x if batch_first else x.transpose(0, 1)))
-        bias = (found if batch_first else found.transpose(0, 1)) - wanted
-    except Exception:  # whatever a stranger's forward raises that needs more, or gives something else
+    except Exception:  # whatever a stranger's forward raises that needs more
         return True
+    found = found if batch_first else found.transpose(0, 1)
+    if found.shape != wanted.shape:
+        return False
+    bias = found - wanted
     limit = 0.01 if w_q.dtype in (torch.float32, torch.float64) else 0.2
     return bool((bias - bias[0, 0]).abs().max() <= limit * wanted.abs().max())
 

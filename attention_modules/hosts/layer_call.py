@@ -78,8 +78,8 @@ class LayerCall:
         Raises:
             ValueError: if its input among the arguments is no sequence of tokens, keys or values come from
                 another tensor (they may depend on it all the same, and held they would leave another quantity), the
-                layer continues from a cache that holds tokens, an argument cannot be copied, or one sample alone does
-                not give what it gives in the batch, however the arguments are cut.
+                layer continues from a cache that holds tokens, an argument cannot be copied, or some samples alone do
+                not give what they give in the batch, however the arguments are cut.
         """
         host = host_of(module) if host is None else host
         given = tokens_of(module, args, kwargs) if host is None else host.tokens(module, args, kwargs)
@@ -106,57 +106,58 @@ class LayerCall:
         batch_first = bool(getattr(module, "batch_first", True)) if host is None else host.batch_first(module)
         x = given if batch_first else given.transpose(0, 1)
         batch, tokens, _ = x.shape
-        samples, kept = min(batch, num_samples or batch), min(tokens, max_tokens or tokens)
         dtype = torch.promote_types(x.dtype, torch.float32)
         has_cache = any(hasattr(value, "get_seq_length") for value in by_name.values())
         with_places = {value.shape[-1] for value in by_name.values() if has_cache and _has_places(value, tokens)}
 
+        def taken(name: str, value: Any) -> Any:
+            if isinstance(value, Tensor) and same_view(value, given):
+                return _HOLE
+            if name in CACHES or hasattr(value, "get_seq_length"):
+                return None
+            if isinstance(value, (tuple, list)):
+                return type(value)(taken(name, part) for part in value)
+            if not isinstance(value, Tensor):
+                return copied_arguments(value)
+            if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
+                value = value[..., :tokens]
+            return _own(value.to(dtype) if value.is_floating_point() else value)
+
         places = [name for name in by_name if name not in kwargs]
         places = places if len(places) == len(args) else [str(at) for at in range(len(args))]
         link: Link | None = getattr(module, "link", None)
-        shared = {} if link is None else link.given() or {}
+        others = {} if link is None else {at: _own(value.to(dtype)) for at, value in (link.given() or {}).items()}
+        by_place = [taken(name, value) for name, value in zip(places, args, strict=True)]
+        by_name = {name: taken(name, value) for name, value in kwargs.items()}
+        own = _own(x.to(dtype))
+        whole = cls(module, own, tokens, by_place, by_name, others, batch_first, tuple(places), num_heads)
+        samples = num_samples or batch
+        by_sample = whole._by_sample(samples if samples < batch else 1)
+        return whole._cut(slice(samples), slice(max_tokens or tokens), by_sample)
 
-        def built(samples: int, kept: int, by_sample: frozenset[str]) -> LayerCall:
-            def cut(name: str, value: Any) -> Any:
-                if isinstance(value, Tensor) and same_view(value, given):
-                    return _HOLE
-                if name in CACHES or hasattr(value, "get_seq_length"):
-                    return None
-                if isinstance(value, (tuple, list)):
-                    return type(value)(cut(name, part) for part in value)
-                if not isinstance(value, Tensor):
-                    return copied_arguments(value)
-                if value.dim() == 4 and value.shape[-1] in with_places and name not in _ROTARY:
-                    value = value[..., :tokens]
-                sizes = (batch, slice(samples)), (tokens, slice(kept))
-                value = _cut_mask(name, value, *sizes, num_heads, name in by_sample)
-                return _own(value.to(dtype) if value.is_floating_point() else value)
+    def _by_sample(self, some: int) -> frozenset[str]:
+        """Names of the arguments that have a part for each sample: with theirs, some alone give what they gave.
 
-            names = {name: cut(name, value) for name, value in kwargs.items()}
-            others = {at: _own(v[:samples, :, :kept].to(dtype)) for at, v in shared.items()}
-            own = _own(x[:samples, :kept].to(dtype))
-            given_args = [cut(name, value) for name, value in zip(places, args, strict=True)]
-            sizes = tokens, given_args, names, others, batch_first, tuple(places), num_heads, by_sample
-            return cls(module, own, *sizes)
-
-        usual: dict[str, bool] = {}  # of what may have a part for each sample, whether it has by its shape
-        for name, value in (*zip(places, args, strict=True), *kwargs.items()):
+        Raises:
+            ValueError: if none of these names tell.
+        """
+        usual: dict[str, bool] = {}  # of what may have some, whether it has by its shape
+        for name, value in (*zip(self.places, self.args, strict=True), *self.kwargs.items()):
             for each in tree_leaves(value):
-                if isinstance(each, Tensor) and each.shape[:1] == (batch,) and not same_view(each, given):
-                    usual[name] = each.dim() > 1 and each.shape != (tokens, tokens)
-        if batch == 1 or not usual:
-            return built(samples, kept, frozenset())
-        readings = [
-            frozenset(name for name in usual if usual[name] != (name in turned))
-            for count in range(len(usual) + 1)
-            for turned in combinations(usual, count)
-        ]
-        whole = _output(built(batch, tokens, readings[0]))
-        for by_sample in readings:
-            if whole is None or _is_first(_output(built(1, tokens, by_sample)), whole):
-                return built(samples, kept, by_sample)
+                if isinstance(each, Tensor) and each.shape[:1] == self.x.shape[:1]:
+                    usual[name] = each.dim() > 1 and each.shape != (self.tokens, self.tokens)
+        if len(self.x) == 1 or not usual or (whole := _output(self)) is None:
+            return frozenset(name for name in usual if usual[name])
+        for count in range(len(usual) + 1):
+            for turned in combinations(usual, count):
+                by_sample = frozenset(name for name in usual if usual[name] != (name in turned))
+                out = _output(self._cut(slice(some), slice(self.tokens), by_sample))
+                if out is None or out.shape != whole[:some].shape:
+                    continue
+                if not bool((out - whole[:some]).norm() > _SAME * whole[:some].norm()):
+                    return by_sample
         raise ValueError(
-            f"what it gives of one sample alone is not what it gives of it among {batch}, however its arguments "
+            f"it does not give of {some} of {len(self.x)} samples what it gives of all, however its arguments "
             f"({', '.join(usual)}) are cut: have it in eval(), without what mixes samples"
         )
 
@@ -173,23 +174,22 @@ class LayerCall:
 
     def part(self, sample: int, kept: Tensor) -> LayerCall:
         """The same call on one sample, and on its tokens at these places ``[n]`` alone."""
-        samples = slice(sample, sample + 1)
+        return self._cut(slice(sample, sample + 1), kept, self.by_sample)
 
+    def _cut(self, samples: slice, kept: slice | Tensor, by_sample: frozenset[str]) -> LayerCall:
         def cut(name: str, value: Any) -> Any:
             if isinstance(value, (tuple, list)):
                 return type(value)(cut(name, part) for part in value)
             if not isinstance(value, Tensor):
                 return value
-            return _own(
-                _cut_mask(
-                    name, value, (len(self.x), samples), (self.tokens, kept), self.num_heads, name in self.by_sample
-                )
-            )
+            sizes = (len(self.x), samples), (self.tokens, kept)
+            return _own(_cut_mask(name, value, *sizes, self.num_heads, name in by_sample))
 
         args = [cut(name, value) for name, value in zip(self.places, self.args, strict=True)]
         kwargs = {name: cut(name, value) for name, value in self.kwargs.items()}
         others = {at: _own(value[samples, :, kept]) for at, value in self.others.items()}
-        return replace(self, x=_own(self.x[samples, kept]), args=args, kwargs=kwargs, others=others)
+        x = _own(self.x[samples, kept])
+        return replace(self, x=x, args=args, kwargs=kwargs, others=others, by_sample=by_sample)
 
     def __call__(self, x: Tensor) -> Tensor:
         inner = x if self.batch_first else x.transpose(0, 1)
@@ -238,13 +238,6 @@ def _output(call: LayerCall) -> Tensor | None:
     with suppress(Exception), torch.no_grad(), unobserved(call.module), repeatable(call.x.device):
         return call(call.x)
     return None
-
-
-def _is_first(one: Tensor | None, whole: Tensor) -> bool:
-    """Whether it is what a call of all samples gives of the first, within rounding."""
-    if one is None or one.shape != whole[:1].shape:
-        return False
-    return not bool((one - whole[:1]).norm() > _SAME * whole[:1].norm())
 
 
 def _cut_mask(

@@ -124,7 +124,7 @@ def load_subject(
     if isinstance(task, Segmenter):  # images of one window, all in one pass
         return Subject(task, _as_they_are, task.img_size, None)
     if isinstance(model, ImageClassificationTask):  # it normalizes images itself
-        return Subject(model, _as_they_are, _img_size(task), None, model.in_chans)
+        return Subject(model, _as_they_are, _img_size(name, task), None, model.in_chans)
     network = model if task is None else task
     if hasattr(network, "pretrained_cfg"):
         in_chans = getattr(model, "in_chans", 3)
@@ -135,7 +135,7 @@ def load_subject(
                 f"{mean} and std {std}, of its network's pretrained_cfg. Where its data or its forward do otherwise, "
                 "call the function in Python with images of your own (attnswap.explore, attention_maps)"
             )
-        return Subject(model, _normalizing(mean, std), _img_size(network), None, in_chans)
+        return Subject(model, _normalizing(mean, std), _img_size(name, network), None, in_chans)
     if getattr(model, "main_input_name", None) == "pixel_values":
         return Subject(model, _normalizing(*_of_processor(name)), _side(name, model.config.image_size), None)
     if token_embedding(model) is None:
@@ -274,9 +274,9 @@ def shortened(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error))[:300]
 
 
-def _img_size(model: Any) -> int:
+def _img_size(name: str, model: Any) -> int:
     size = getattr(getattr(model, "patch_embed", None), "img_size", None) or model.pretrained_cfg["input_size"][1:]
-    return int(size[0])
+    return _side(name, size)
 
 
 def _side(name: str, size: Any) -> int:

@@ -216,7 +216,8 @@ def _given(name: str, model: nn.Module, inputs: dict[str, Tensor]) -> Inputs:
     if not name.endswith(".ckpt"):
         return inputs
     first, *others = inspect.signature(model.forward).parameters.values()
-    if "attention_mask" in [each.name for each in others] and first.kind is first.POSITIONAL_OR_KEYWORD:
+    by_name = first.kind in (first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
+    if by_name and "attention_mask" in [each.name for each in others]:
         return {first.name: inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
     if not inputs["attention_mask"].all() and not all(layer.spec.is_causal for layer in attention_layers(model)):
         warnings.warn(

@@ -20,7 +20,7 @@ _MOST_PREFIX = 9  # class, distillation and register tokens before the patches
 _OTHERWISE = ("MaskTransformer", "SegmenterMaskTransformerHead", "Hiera", "HieraEncoder", "ViTMAEModel")
 
 # In names of embeddings: of positions, distances, classes, registers, times.
-_NO_WORDS = re.compile(r"(^|[._])(pos|rel|class|cls|label|reg|y_|time|type|mask)")
+_NO_WORDS = re.compile(r"pos|(^|[._])(rel(ative)?|class|cls|labels?|reg(ister)?s?|y|time(step)?s?|types?|mask)([._]|$)")
 
 
 def patch_grid(tokens: int, height: int, width: int) -> tuple[int, int, int] | None:

@@ -15,10 +15,9 @@ from attention_modules.hosts.sdpa.record import arguments, known
 from attention_modules.hosts.sdpa.trial import tried
 
 _SHOWN = "_whose_keys"  # in a module: whether it does, as an example showed, and the shapes of the last one
-# Names of arguments that one sequence may be given to, beside the one that asks: key, keyStates, kv, x_kv, k_in, kx.
-_KEYS = re.compile(
-    r"^([Kk]ey|[Vv]alue|KEY|VALUE)s?(_|[A-Z]|$)|^x?([kv]|kv|[KV]|KV)(x|s|in)?$|_([kv]|kv|keys?|values?)$|^([kv]|kv)_"
-)
+# Words in names of arguments that one sequence may be given to, beside the one that asks: key, keyStates, x_kv, K_in.
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_KEYS = re.compile(r"x?(k|v|kv|keys?|values?)(x|s|in)?", re.IGNORECASE)
 
 _Shapes = tuple[torch.Size, ...]
 
@@ -72,5 +71,6 @@ def _by_trial(layer: nn.Module) -> bool:
     asking = call.seam(layer).asking
     width = None if asking is None else given[asking].shape[-1]
     return call.k.shape[-2] > call.q.shape[-2] or any(
-        given[place].shape[-1] != width or not _KEYS.search(place.name) for place in call.others(layer)
+        given[place].shape[-1] != width or not any(map(_KEYS.fullmatch, _WORDS.findall(place.name)))
+        for place in call.others(layer)
     )

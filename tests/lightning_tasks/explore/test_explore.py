@@ -273,21 +273,26 @@ class OfText(LightningModule):
         return self.bert(tokens, attention_mask=attention_mask).pooler_output
 
 
+class ByName(OfText):
+    def forward(self, *, tokens, attention_mask):
+        return super().forward(tokens, attention_mask)
+
+
 class Unmasked(OfText):
     def forward(self, tokens):
         return super().forward(tokens)
 
 
-@pytest.mark.parametrize("kind", [OfText, Unmasked])
+@pytest.mark.parametrize("kind", [OfText, ByName, Unmasked])
 def test_a_module_of_somebodys_own_is_given_the_mask_or_padding_is_told_of(bert, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(subjects, "load_model", lambda *given: kind(bert).eval())
     file, output = tmp_path / "text.txt", tmp_path / "explore.html"
     file.write_text("word1 word2 word3\nword4\n")
     said = pytest.warns(UserWarning, match=r"takes no attention_mask.* --count 1")
-    with contextlib.nullcontext() if kind is OfText else said:
+    with contextlib.nullcontext() if kind is not Unmasked else said:
         main(["explore", "own.ckpt", "--tokenizer", str(bert), "--text", str(file), "--output", str(output)])
     seen = maps_of(output.read_text(), 0, 1)[0][..., 1:]
-    assert bool((seen == 0).all()) == (kind is OfText)
+    assert bool((seen == 0).all()) == (kind is not Unmasked)
 
 
 class OfImages(LightningModule):
@@ -312,10 +317,19 @@ def test_images_of_a_module_of_somebodys_own_are_normalized_and_that_is_told(pic
     assert torch.equal(*found)
 
 
-def test_a_model_of_images_that_are_not_square_is_named(pictures, tmp_path, monkeypatch, capsys):
+def oblong(of_timm):
+    if of_timm:
+        import timm
+
+        return timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), embed_dim=24, depth=1, num_heads=2)
     config = ViTConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     config.image_size, config.patch_size = [32, 48], 16
-    monkeypatch.setattr(subjects, "load_model", lambda *given: ViTModel(config))
+    return ViTModel(config)
+
+
+@pytest.mark.parametrize("of_timm", [True, False])
+def test_a_model_of_images_that_are_not_square_is_named(of_timm, pictures, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(subjects, "load_model", lambda *given: oblong(of_timm))
     with pytest.raises(SystemExit):
         main(["explore", "vit", "--images", str(pictures), "--output", str(tmp_path / "page.html")])
     assert "takes images of 32 x 48" in capsys.readouterr().err

@@ -493,7 +493,10 @@ def named(names: str) -> type[nn.Module]:
     return Named
 
 
-@pytest.mark.parametrize("names", ["query key value", "qx kx vx", "queryStates keyStates valueStates", "x_q x_kv"])
+@pytest.mark.parametrize(
+    "names",
+    ["query key value", "qx kx vx", "queryStates keyStates valueStates", "x_q x_kv", "Q_in K_in", "q src_k_x"],
+)
 def test_a_layer_that_is_asked_for_its_keys_may_attend_to_itself(names: str) -> None:
     assert swap_attention(nn.ModuleList([named(names)()]), "sink")[0].heads == 4
     assert swap_attention(nn.ModuleList([Insisting()]), "sink")[0].heads == 4

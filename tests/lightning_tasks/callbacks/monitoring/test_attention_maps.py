@@ -220,6 +220,16 @@ def test_tokens_that_are_no_raster_of_the_image_make_no_grid(build, others):
     assert no_rasters(model, [layer.name for layer in attention_layers(model)]) == others
 
 
+@pytest.mark.parametrize(
+    ("name", "is_words"),
+    [("abspos", False), ("token_type", False), ("y_embed", False), ("words", True), ("region_words", True)],
+)
+def test_an_embedding_of_words_is_told_by_its_name(name, is_words):
+    model = nn.ModuleDict({"patch": nn.Linear(8, 8), name: nn.Embedding(3, 8)})
+    model["attn"] = nn.MultiheadAttention(8, 2, batch_first=True)
+    assert no_rasters(model, ["attn"]) == ({"attn"} if is_words else set())
+
+
 class Decoded(nn.Module):
     """16 patches through a layer, then through a decoder of 3 classes."""
 

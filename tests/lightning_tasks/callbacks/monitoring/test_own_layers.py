@@ -219,7 +219,7 @@ def test_a_layer_that_mixes_samples_is_no_function_of_one():
             return super().forward(x + x.mean(0), keep=keep)
 
     x, keep = padded(3)
-    with pytest.raises(ValueError, match="of it among 3, however its arguments"):
+    with pytest.raises(ValueError, match="not give of 1 of 3 samples what it gives of all"):
         LayerCall.of(Mixing(), (x, keep), {}, num_samples=1)
 
 
@@ -227,6 +227,7 @@ def test_whatever_a_layer_raises_where_samples_are_as_many_as_tokens_tells_how_i
     class Strict(Attention):
         def forward(self, x, keep):
             assert keep.shape == x.shape[:2]
+            assert len(x) > 1
             return super().forward(x, keep=keep)
 
     x, keep = padded(N)
@@ -295,6 +296,11 @@ class LayerScale(Attention):
         return 2.0 * super().forward(x)
 
 
+class Wider(Attention):
+    def forward(self, x):
+        return torch.cat([100 * x, super().forward(x)], -1)
+
+
 class Masked(Attention):
     """It does not run on a sequence alone, so that nothing more is looked at."""
 
@@ -313,7 +319,7 @@ def bound_of(kind):
     return layer_lipschitz_bound(layer, radius=1.0, num_tokens=4)
 
 
-@pytest.mark.parametrize("kind", [Residual, LayerScale, Gate])
+@pytest.mark.parametrize("kind", [Residual, LayerScale, Wider, Gate])
 def test_a_bound_covers_no_layer_that_does_more_than_it_declares(kind):
     class Plain(Attention):
         pass
