@@ -56,9 +56,10 @@ def _modules(value: Any, seen: dict[int, Any]) -> Iterator[nn.Module]:
         each = waiting.pop()
         if id(each) not in seen:
             seen[id(each)] = each
-            if isinstance(each, nn.Module):
-                yield each
-            waiting += islice(_held(each), _MOST)
+            with suppress(Exception):  # whatever a stranger's object raises that is asked what it is or holds
+                waiting += islice(_held(each), _MOST)
+                if isinstance(each, nn.Module):
+                    yield each
 
 
 def _held(value: Any) -> Iterable[Any]:

@@ -59,10 +59,18 @@ def test_a_copy_that_no_module_has_is_named(holder):
     assert "in __init__" in text
 
 
+class Lazy(dict):
+    """As one that reads its values from files that are gone."""
+
+    def values(self):
+        raise FileNotFoundError
+
+
 def test_what_is_no_copy_or_has_the_mechanism_too_is_not():
     task = Task()
     task.other = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]  # of other weights
     task.itself = [task.net, task.net.forward]
+    task.lazy = SimpleNamespace(files=Lazy())
     assert _told(task) == []
     restore_attention(task)
     swap_attention(task, "gated")
