@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from types import CellType, FunctionType, ModuleType
 from typing import Any
-from weakref import ProxyTypes
 
 from torch import Tensor, nn
 
 from attention_modules.hosts.base import acting_mechanism, plain_type
 from attention_modules.hosts.model.twins import Plan
 from attention_modules.hosts.networks import are_copies
-from attention_modules.hosts.sdpa.rehearsed import held_by
+from attention_modules.hosts.sdpa.rehearsed import held_by, walk
 
 # Whose objects hold the model itself, all of a program, or plain layers on purpose, as a teacher that heals a student.
 _CLOSED = frozenset({"attention_modules", "lightning", "lightning_tasks", "pytorch_lightning"})
-_SHUT: tuple[Any, ...] = (type, ModuleType, Tensor, *ProxyTypes)
-_MOST, _MOST_OBJECTS = 1_000, 100_000  # entries of one container, and objects in all, that are looked at
+_SHUT: tuple[Any, ...] = (type, ModuleType, Tensor)
+_MOST, _MOST_OBJECTS = 1_000, 100_000  # entries of one container, and objects of one attribute, that are looked at
 
 
 def warn_of_copies(model: nn.Module, plan: Plan, stacklevel: int) -> None:
@@ -28,8 +27,8 @@ def warn_of_copies(model: nn.Module, plan: Plan, stacklevel: int) -> None:
     seen: dict[int, Any] = {id(part): part for part in model.modules()}
     for place, part in model.named_modules():
         for attribute, value in vars(part).items():
-            for other in _modules(value, seen):
-                if (name := _original(other, plan)) is not None:
+            for other in islice(walk(value, _held, seen), _MOST_OBJECTS):
+                if issubclass(type(other), nn.Module) and (name := _original(other, plan)) is not None:
                     holder = ".".join(filter(None, (place, attribute)))
                     warnings.warn(
                         f"what {holder!r} holds ({type(value).__name__}) has a copy of {name!r}, which this swap does "
@@ -49,20 +48,14 @@ def _original(other: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def _modules(value: Any, seen: dict[int, Any]) -> Iterator[nn.Module]:
-    """The modules that a value is or holds, directly or not."""
-    waiting = [value]
-    while waiting and len(seen) < _MOST_OBJECTS:
-        each = waiting.pop()
-        if id(each) not in seen:
-            seen[id(each)] = each
-            with suppress(Exception):  # whatever a stranger's object raises that is asked what it is or holds
-                waiting += islice(_held(each), _MOST)
-                if isinstance(each, nn.Module):
-                    yield each
-
-
 def _held(value: Any) -> Iterable[Any]:
+    """What an object holds; nothing where it raises, as a stranger's may that is asked."""
+    with suppress(Exception):
+        return [*islice(_inside(value), _MOST)]
+    return ()
+
+
+def _inside(value: Any) -> Iterable[Any]:
     if isinstance(value, _SHUT):
         return ()
     if isinstance(value, CellType):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from types import MethodType
-from typing import Any
 
 from torch import nn
 
-from attention_modules.hosts.sdpa.rehearsed import held_by
+from attention_modules.hosts.sdpa.rehearsed import held_by, walk
 
 
 def held_forwards(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -26,20 +25,12 @@ def held_forwards(model: nn.Module, layers: Mapping[str, nn.Module]) -> list[str
         f"{names[id(method.__self__)]!r}, whose bound forward {place or type(part).__name__!r} keeps in {attribute!r}"
         for place, part in model.named_modules()
         for attribute, value in vars(part).items()
-        for method in _methods(value)
-        if id(method.__self__) in names and method.__self__ is not part and _name(method) == "forward"
+        for method in walk(value, held_by)
+        if isinstance(method, MethodType)
+        and id(method.__self__) in names
+        and method.__self__ is not part
+        and _name(method) == "forward"
     ]
-
-
-def _methods(value: Any) -> Iterator[MethodType]:
-    seen, waiting = dict[int, Any](), [value]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, MethodType):
-            yield each
-        elif id(each) not in seen:
-            seen[id(each)] = each
-            waiting += held_by(each)
 
 
 def _name(method: MethodType) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -64,17 +64,20 @@ def _that_compute(hooks: dict[int, Any]) -> dict[int, Any]:
 
 def _reached(model: nn.Module) -> Iterator[nn.Module]:
     """The modules of a model, and those that attributes of theirs hold unregistered."""
-    seen, waiting = dict[int, Any](), list[Any]([model])
+    found = walk(model, lambda value: vars(value).values() if isinstance(value, nn.Module) else held_by(value))
+    return (value for value in found if isinstance(value, nn.Module))
+
+
+def walk(start: Any, held: Callable[[Any], Iterable[Any]], seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """An object, and all that is held by what is reached, but for what was seen."""
+    seen, waiting = {} if seen is None else seen, [start]
     while waiting:
         value = waiting.pop()
         if id(value) in seen or type(value) in ProxyTypes:  # a proxy is of a module that is held elsewhere
             continue
         seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            yield value
-            waiting.extend(vars(value).values())
-        else:
-            waiting.extend(held_by(value))
+        yield value
+        waiting.extend(held(value))
 
 
 def held_by(value: Any) -> Iterable[Any]:
