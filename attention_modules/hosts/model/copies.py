@@ -16,7 +16,7 @@ from attention_modules.hosts.model.twins import Plan
 from attention_modules.hosts.networks import are_copies
 from attention_modules.hosts.sdpa.rehearsed import held_by, walk
 
-# Whose objects hold the model itself, all of a program, or plain layers on purpose, as a teacher that heals a student.
+# Whose objects are not opened, but for modules: they hold the model, a whole program, or plain layers on purpose.
 _CLOSED = frozenset({"attention_modules", "lightning", "lightning_tasks", "pytorch_lightning"})
 _SHUT: tuple[Any, ...] = (type, ModuleType, Tensor)
 _MOST, _MOST_OBJECTS = 1_000, 100_000  # entries of one container, and objects of one attribute, that are looked at
@@ -66,5 +66,6 @@ def _inside(value: Any) -> Iterable[Any]:
     if held := held_by(value):
         return held
     attributes = getattr(value, "__dict__", {})
-    closed = type(value).__module__.partition(".")[0] in _CLOSED
-    return attributes.get("callbacks", ()) if closed else attributes.values()  # of a trainer
+    if isinstance(value, nn.Module) or type(value).__module__.partition(".")[0] not in _CLOSED:
+        return attributes.values()
+    return attributes.get("callbacks", ())  # of a trainer

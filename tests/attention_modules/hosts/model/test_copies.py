@@ -27,6 +27,12 @@ class Task(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+class OfOurs(nn.Sequential):
+    """As a task of ours around the network."""
+
+    __module__ = "lightning_tasks.models"
+
+
 def _closure(net):
     other = copy.deepcopy(net)
     return lambda x: other(x)
@@ -38,6 +44,7 @@ HOLDERS = {
     "list": lambda net: [copy.deepcopy(net)],
     "method": lambda net: copy.deepcopy(net).forward,
     "closure": _closure,
+    "module of ours": lambda net: [copy.deepcopy(OfOurs(net))],
     "pair of a dict": lambda net: {"teacher": (copy.deepcopy(net), 0.9)},
 }
 
