@@ -81,9 +81,10 @@ def swap_attention(
     the original.
 
     New Parameters train where a Parameter of their layer does. A model may hold several networks, such as a student and
-    its teacher: layers that are copies of each other get equal new Parameters, and a frozen network beside one that
-    trains is swapped only with its twin, or where a pattern of ``where`` names it alone. Layers draw other values of
-    one random state in one call or in several; blocks that are each given as the ``model`` draw the same.
+    its teacher: layers that are copies of each other get equal new Parameters, and a frozen network, a teacher or a
+    metric beside one that trains is swapped only with its twin, or where a pattern of ``where`` names it alone. Layers
+    draw other values of one random state in one call or in several; blocks that are each given as the ``model`` draw
+    the same.
 
     Args:
         model: a model of any known host, or an attention layer itself.

@@ -246,7 +246,7 @@ def select(
         where: as :func:`attention_modules.swap_attention` takes it.
         layers: positions within each network.
         exclude: as ``where``.
-        frozen: whether frozen networks are chosen too that nothing names, and that have no twin which trains.
+        frozen: whether frozen networks, and teachers, are chosen too that nothing names and that have no twin.
 
     Raises:
         AttentionSwapError: if nothing matches, a pattern matches nothing, or an index is out of range.
@@ -265,7 +265,7 @@ def select(
         raise AttentionSwapError(
             f"where={where!r} selects no self-attention layer; the model has: {_listed(_self_names(found))}"
         )
-    apart = set() if frozen else _frozen_apart(found, where, selves)
+    apart = set() if frozen else left_apart(found, where, selves)
     selves = [layer for layer in selves if layer.name not in apart]
     if layers is not None:
         selves = _at(found, selves, layers)
@@ -283,24 +283,30 @@ def select(
     return chosen, [*left, *found.others]
 
 
-def _frozen_apart(found: Survey, where: Selector | None, selves: Sequence[Found]) -> set[str]:
-    """Names of matched layers of frozen networks beside others that train, unless a twin trains or `where` names them.
+def left_apart(found: Survey, where: Selector | None, selves: Sequence[Found]) -> set[str]:
+    """Names of matched layers that stay beside others, unless `where` names them.
 
-    A callable names what it chooses; a pattern names a frozen network where it matches layers of frozen ones alone.
+    They are those of networks that stay, unless a twin does not, and of metrics. A callable names what it chooses; a
+    pattern names such layers where it matches none but them.
     """
-    training = [network for network in found.networks if not network.frozen]
-    if callable(where) or not training:
+    stay = [network for network in found.networks if network.stays]
+    apart = {layer.name for layer in selves if _is_in_metric(found, layer.name)}
+    if len(stay) < len(found.networks):
+        apart.update(*(each.layers for each in stay if all(twin.stays for twin in found.twins_of(each))))
+    if callable(where) or apart >= {layer.name for layer in selves}:
         return set()
-    layers = {network.name: {*network.layers} for network in found.networks if network.frozen}
-    for network in found.networks:
-        if network.frozen and any(not twin.frozen for twin in found.twins_of(network)):
-            del layers[network.name]
-    apart = set[str]().union(*layers.values())
     for pattern in [where] if isinstance(where, str) else where or ():
         matched = {layer.name for layer in selves if _matches(layer.names, layer.module, pattern)}
         if matched <= apart:
             apart = apart - matched
     return apart & {layer.name for layer in selves}
+
+
+def _is_in_metric(found: Survey, layer: str) -> bool:
+    """Whether the layer is part of a metric of torchmetrics, which would be another one after a swap."""
+    parts = layer.split(".")
+    around = (found.modules.get(".".join(parts[:depth])) for depth in range(len(parts)))
+    return any(kind.__module__.startswith("torchmetrics.") for each in around for kind in type(each).__mro__)
 
 
 def _at(found: Survey, selves: Sequence[Found], layers: int | Sequence[int]) -> list[Found]:
@@ -325,9 +331,8 @@ def _left_out(layer: Found, excluded: bool, apart: bool) -> Skipped:
     if excluded:
         return Skipped(layer.name, kind, "excluded")
     if apart:
-        return Skipped(
-            layer.name, kind, "its network is frozen, beside one that trains: swapped where `where` names it"
-        )
+        reason = "its network is frozen, a teacher or a metric, beside others: swapped where `where` names it"
+        return Skipped(layer.name, kind, reason)
     if layer.cross:
         return Skipped(layer.name, kind, "cross-attention: swapped only where a pattern of `where` spells its name")
     held = f": it keeps {type(layer.module.mechanism).__name__}" if isinstance(layer.module, Swapped) else ""

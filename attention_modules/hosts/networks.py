@@ -46,6 +46,11 @@ class Network:
     layers: tuple[str, ...]
     frozen: bool
 
+    @property
+    def stays(self) -> bool:
+        """Whether a swap leaves it as it is, beside others: it is frozen, or called a teacher, which may be yet."""
+        return self.frozen or any(map(_is_called_teacher, self.name.lower().split(".")))
+
     def within(self, layer: str) -> str:
         """A layer's name below the stem, which its counterpart in a twin shares."""
         return layer.removeprefix(self.stem).removeprefix(".")
@@ -145,15 +150,16 @@ class _Model:
         return apart or self._are_copies(one, other, parts) or self._take_inputs(one, other, parts)
 
     def _is_teacher(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
-        """Whether one alone is called so, and is frozen beside one that trains or has the other's shapes."""
+        """Whether one alone is called so in full, or is frozen beside one that trains, or has the other's shapes."""
         names = [part.rpartition(".")[2].lower() for part in (one, other)]
         of_moco = {name[:-1] for name in names} == {f"{names[0][:-2]}_"} and {name[-1:] for name in names} == {*"kq"}
         named = [bool(_TEACHER.search(name)) or (of_moco and name.endswith("k")) for name in names]
         if sorted(named) != [False, True]:
             return False
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
-        lists = self._are_lists(one, other, parts)
-        return frozen == named or (not lists and self._have_equal_stacks(one, other, parts))
+        if frozen == named or _is_called_teacher(names[named.index(True)]):
+            return True
+        return not self._are_lists(one, other, parts) and self._have_equal_stacks(one, other, parts)
 
     def _stacks(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> list[nn.Module]:
         """What branches into the layers of two parts; the parts where one has a single layer."""
@@ -212,6 +218,10 @@ def _are_towers(one: str, other: str) -> bool:
     names = [part.rpartition(".")[2].lower() for part in (one, other)]
     seen = [[bool(kind.search(name)) for kind in _TOWERS] for name in names]
     return sorted(seen) == [[False, True], [True, False]]
+
+
+def _is_called_teacher(name: str) -> bool:
+    return "teacher" in name and "student" not in name
 
 
 def _unnumbered(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attention_modules.hosts import AttentionSwapError
 from attention_modules.hosts.base import acting_mechanism, plain_type
-from attention_modules.hosts.discovery import select, survey
+from attention_modules.hosts.discovery import left_apart, select, survey
 from attention_modules.hosts.sdpa import declare_host
 from attention_modules.hosts.sdpa.record import Record, knowing, own_record
 from attention_modules.mechanism import (
@@ -171,6 +172,28 @@ class SwapAttention(Callback):
             )
         for logger in loggers_named(trainer, "TensorBoardLogger"):  # shows what is logged first, and nothing later
             logger.log_hyperparams({**_logged_hparams(trainer, pl_module), SWAPPED: acting_plans(pl_module)})
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn where a network was swapped that does not train, as a swap leaves out one that is frozen before."""
+        callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
+        if self._plan is None or any("BaseFinetuning" in kinds_of(each) for each in callbacks):  # which let it train
+            return
+        found = survey(pl_module)
+        groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
+        frozen = {
+            network.name: all(id(each) not in trained for each in found.modules[network.name].parameters())
+            for network in found.networks
+        }
+        found.networks = [replace(network, frozen=frozen[network.name]) for network in found.networks]
+        swapped = [layer for layer in found.layers if _uncompiled(layer.name) in self._plan["layers"]]
+        apart = {found.network_of(name).name for name in left_apart(found, self.where, swapped)}
+        if apart and not all(frozen.values()):  # as where a strategy has optimizers of its own
+            rank_zero_warn(
+                f"SwapAttention swapped {', '.join(map(repr, sorted(apart)))}, too, whose weights do not train (frozen "
+                "after the swap, or in no optimizer), so that it gives something else for good: freeze it in __init__, "
+                "leave it out (exclude), or name it in where="
+            )
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_acting(trainer, pl_module)

@@ -28,6 +28,7 @@ from attention_modules.hosts.huggingface.given import (
 from attention_modules.hosts.huggingface.source import InterfaceCall, interface_call
 from attention_modules.hosts.huggingface.states import STATE, mixed
 from attention_modules.hosts.query import WithoutQuery
+from attention_modules.hosts.weights import trained_instead
 from attention_modules.mechanisms.shared.shown import ShownMap
 from attention_modules.sharing import as_before
 
@@ -228,6 +229,11 @@ def _with_state(
     return mixed(module, layer, given, mask, positions, causal, dropout_p=dropout, scale=scaling)
 
 
+def _name(mechanism: Any) -> str:
+    """That of its class, where peft wraps it too."""
+    return type(trained_instead(mechanism)).__name__
+
+
 def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> None:
     """Refuse what the mechanism cannot be given."""
     unseen = given_of(arguments, UNSEEN)
@@ -236,7 +242,7 @@ def _check_given(mechanism: Any, arguments: Mapping[str, Any], mask: object) -> 
     if not mechanism.row_masks:
         unseen += given_of(arguments, MASKS)
     if unseen:
-        raise NotImplementedError(f"{type(mechanism).__name__} cannot honor {', '.join(unseen)}: restore this layer")
+        raise NotImplementedError(f"{_name(mechanism)} cannot honor {', '.join(unseen)}: restore this layer")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         raise NotImplementedError(
             f"a swapped layer takes masks [B, H, N, M], got {tuple(getattr(mask, 'shape', ()))} "
@@ -249,7 +255,7 @@ def _check_whole(mechanism: Any, query: Tensor, key: Tensor) -> None:
     """Refuse other tokens than those of this call."""
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
-            f"{type(mechanism).__name__} needs one query for each key, and here {query.shape[2]} tokens have "
+            f"{_name(mechanism)} needs one query for each key, and here {query.shape[2]} tokens have "
             f"{key.shape[2]} keys: it cannot continue from a key-value cache (pass use_cache=False; for prefix tuning, "
             "whose prefix is such a cache, take prompt tuning or LoRA), nor attend to another or a reduced sequence "
             "(restore that layer)"

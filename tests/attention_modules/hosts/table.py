@@ -321,8 +321,10 @@ What else to know:
   its own, where one has a teacher's name (`teacher`, `momentum`, `encoder_k`), or where one is frozen behind one that
   trains. Layers that are copies of each other, value by value, get equal new Parameters. A swap that takes a layer of
   one network and not its counterpart in an equal one warns; so does one that cannot take an equal copy, as an object
-  that is no module holds it (`ModelEma` of timm, a list). A network whose Parameters are all frozen, beside one that
-  trains and is not its equal, is swapped only where a pattern of `where` names it alone.
+  that is no module holds it (`ModelEma` of timm, a list). A network whose Parameters are all frozen, that is
+  called a teacher, or that is part of a metric, beside one that trains and is not its equal, is swapped only where a
+  pattern of `where` names it alone. `SwapAttention` warns where it swapped a network that was frozen later, or that no
+  optimizer trains.
 - New Parameters train where a Parameter of their layer does, so that a frozen backbone stays frozen, whether
   `BackboneFinetuning` stands before or after `SwapAttention`.
 - Hooks: a Parameter with hooks of yours (W&B's watch, an optimizer step in the backward pass) is not replaced. The swap

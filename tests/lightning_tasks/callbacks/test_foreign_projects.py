@@ -155,8 +155,8 @@ class BuildsHalfInSetup(TinyLM):
     """A second network comes in setup."""
 
     def setup(self, stage: str) -> None:
-        if not hasattr(self, "teacher"):
-            self.teacher = network(1)
+        if not hasattr(self, "second"):
+            self.second = network(1)
 
 
 def test_layers_that_setup_adds_are_swapped_too() -> None:
@@ -167,7 +167,7 @@ def test_layers_that_setup_adds_are_swapped_too() -> None:
 
 
 def test_positions_that_setup_shifts_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"layers=\[0\] was counted .*teacher\.encoder.*name the layers by where="):
+    with pytest.raises(ValueError, match=r"layers=\[0\] was counted .*second\.encoder.*name the layers by where="):
         fit(BuildsHalfInSetup(), [SwapAttention("rpc", layers=[0])], max_steps=1)
 
 

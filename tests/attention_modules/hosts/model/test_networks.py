@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.discovery import survey
@@ -387,6 +388,33 @@ def test_a_frozen_network_of_another_depth_is_left_out() -> None:
     report = swap_attention(model, "entmax")
     assert [row.name.partition(".")[0] for row in report] == ["student", "student"]
     assert torch.equal(model["teacher"](x), before)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_teacher_of_another_depth_is_left_out_before_it_is_frozen(below: bool) -> None:
+    pair = nn.ModuleDict({"student": encoder(2), "teacher": encoder(4)})
+    model = nn.ModuleDict({"model": pair}) if below else pair
+    report = swap_attention(model, "sigmoid")
+    assert [row.name.rpartition("student")[2] for row in report] == [".layers.0.self_attn", ".layers.1.self_attn"]
+    assert "a teacher or a metric, beside others: swapped where" in str(report)
+    assert len(swap_attention(model, "sink", where=["*student.*", "*teacher.*"])) == 6
+    assert len(swap_attention(pair["teacher"], "sigmoid")) == 4
+
+
+def test_a_metric_keeps_its_network() -> None:
+    class Distance(Metric):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = encoder(2)
+
+        def update(self) -> None: ...
+
+        def compute(self) -> None: ...
+
+    model = nn.ModuleDict({"net": encoder(2), "head": encoder(1), "distance": Distance()})
+    assert {row.name.partition(".")[0] for row in swap_attention(model, "sigmoid")} == {"net", "head"}
+    assert len(swap_attention(model, "sigmoid", where="distance.*")) == 2
+    assert len(swap_attention(model["distance"], "sink")) == 2
 
 
 @pytest.mark.parametrize("drift", [0.0, 0.01])

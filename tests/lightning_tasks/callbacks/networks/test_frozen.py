@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -68,6 +69,35 @@ def test_both_orders_end_alike() -> None:
         fit(module, [swap, finetuning] if first else [finetuning, swap], max_epochs=2)
         ends.append(weights_of(module))
     assert torch.equal(*ends)
+
+
+class Distilling(TinyLM):
+    """Beside the network that it trains it has another one, of its own width, that gives features."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(24, 2, 32, batch_first=True)
+        self.features = nn.Sequential(nn.Embedding(9, 24), nn.TransformerEncoder(layer, 2))
+        self.features.requires_grad_(when != "init")
+        self.when = when
+
+    def setup(self, stage: str) -> None:
+        self.features.requires_grad_(self.when not in ("init", "setup"))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((self if self.when == "trains" else self.net).parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("when", ["init", "setup", "in no optimizer", "trains"])
+def test_a_network_that_was_swapped_and_does_not_train_is_named(when: str) -> None:
+    module, swap = Distilling(when), SwapAttention("sigmoid")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(module, [swap], max_epochs=1)
+    said = [str(each.message) for each in told if "do not train" in str(each.message)]
+    assert len(said) == (when in ("setup", "in no optimizer"))
+    assert all("SwapAttention swapped 'features', too" in text for text in said)
+    assert (when == "init") != any("features" in row.name for row in swap.report)
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated", "rpc"])
