@@ -181,10 +181,8 @@ class SwapAttention(Callback):
         found = survey(pl_module)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         trained = {id(each) for group in groups for each in group["params"] if each.requires_grad}
-        frozen = {
-            network.name: all(id(each) not in trained for each in found.modules[network.name].parameters())
-            for network in found.networks
-        }
+        held = {network.name: [*found.modules[network.name].parameters()] for network in found.networks}
+        frozen = {name: all(id(each) not in trained for each in own) and bool(own) for name, own in held.items()}
         found.networks = [replace(network, frozen=frozen[network.name]) for network in found.networks]
         swapped = [layer for layer in found.layers if _uncompiled(layer.name) in self._plan["layers"]]
         apart = {found.network_of(name).name for name in left_apart(found, self.where, swapped)}
