@@ -21,6 +21,7 @@ from attention_modules.mechanism import AttentionMechanism
 _ORIGINAL = re.compile(r"(?P<owner>(?:.*\.)?)parametrizations\.(?P<tensor>\w+)\.original", re.DOTALL)
 _PARTS = ("gamma", "u", "v")
 _ROUNDING = 1e-5  # relative, of uᵀ W v in float32
+_SHORTER = 1e-4  # than unit vectors, which averages of these are
 
 
 class SigmaReparametrization(nn.Module):
@@ -219,7 +220,7 @@ def _prepare_loading(
                 state |= {f"{inner}original": weight}
                 state |= {f"{inner}0.{name}": value for name, value in parametrization.fitted(weight).items()}
             elif f"{inner}original" in state and _has_sigma(state, f"{inner}original"):
-                state |= _revived(state, f"{inner}original")
+                state |= _revived(state, f"{inner}original", _has_direction)
         except ValueError as error:
             errors.append(f"{plain!r}: {error}")
             continue
@@ -238,8 +239,8 @@ def _prepare_loading(
 setattr(_prepare_loading, READS_SWAPPED, True)  # the weight without the query's rows, where a swap drops these
 
 
-def _revived(state: Mapping[str, Any], key: str) -> dict[str, Tensor]:
-    """u and v of a weight in a state dict, by its key: as they are, or by SVD where they hold no direction.
+def _revived(state: Mapping[str, Any], key: str, is_good: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+    """u and v of a weight in a state dict, by its key: as they are where they are good, or by SVD.
 
     Raises:
         ValueError: if γ is not finite; where u and v hold none, if the weight is zero or not finite.
@@ -250,10 +251,41 @@ def _revived(state: Mapping[str, Any], key: str) -> dict[str, Tensor]:
         return {}
     if not bool(gamma.isfinite().all()):
         raise ValueError(f"γ is {gamma.item()}: load an earlier checkpoint")
-    if all(bool(part.isfinite().all()) and bool(part.any()) for part in (u, v)):
+    if is_good(u) and is_good(v):
         return {}
     left, _, right = _leading(state[key])
     return {f"{inner}u": left.to(u), f"{inner}v": right.to(v)}
+
+
+def _has_direction(vector: Tensor) -> bool:
+    return bool(vector.isfinite().all()) and bool(vector.any())
+
+
+def _is_unit(vector: Tensor) -> bool:
+    """Whether it is a unit vector; averages of several are shorter, and not singular vectors of averaged weights."""
+    return abs(float(torch.linalg.vector_norm(vector.float())) - 1) < _SHORTER
+
+
+@torch.no_grad()
+def renew_averaged(model: nn.Module) -> None:
+    """Make u and v of a model's σReparam anew, by SVD, where they are averages of several: of an averaged model.
+
+    Raises:
+        ValueError: if the weight of such ones is zero or not finite.
+
+    Example:
+        >>> import torch
+        >>> from attention_modules.stabilizers.sigma import renew_averaged, sigma_reparametrize
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> sigma_reparametrize(layer, "weight", gamma=1.0)
+        >>> average = torch.optim.swa_utils.AveragedModel(layer, use_buffers=True)
+        >>> renew_averaged(average)
+    """
+    for module, tensor, part in reparametrizations(model):
+        if not all(map(_is_unit, (part.u, part.v))):
+            u, _, v = _leading(module.parametrizations[tensor].original)  # type: ignore[index,union-attr]
+            part.u.copy_(u)
+            part.v.copy_(v)
 
 
 def reparametrizations(model: nn.Module) -> Iterator[tuple[nn.Module, str, SigmaReparametrization]]:
@@ -324,6 +356,8 @@ def _has_sigma(state: Mapping[str, Any], key: str) -> bool:
 def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict with Ŵ in place of each σReparam, which loads strictly into the plain model.
 
+    Of an average of weights, whose u and v are no unit vectors, they are made anew.
+
     Args:
         state: of a model with σReparam, such as ``checkpoint["state_dict"]``. Where u or v are zero or not finite, they
             are made anew from the weight, as where a model loads them.
@@ -346,7 +380,7 @@ def plain_state(state: Mapping[str, Any]) -> dict[str, Any]:
         if found is None or not _has_sigma(state, key):
             continue
         try:
-            plain |= _revived(state, key)
+            plain |= _revived(state, key, _is_unit)
         except ValueError as error:
             raise ValueError(f"{found['owner']}{found['tensor']}: {error}") from None
         weight = plain.pop(key)

@@ -29,7 +29,7 @@ from lightning_tasks.cli.asked import expand_recipe_names, recipe_of
 from lightning_tasks.cli.last_checkpoint import checkpoint_of_job, last_checkpoint
 from lightning_tasks.cli.loggers import runs_folder, with_csv_logger
 from lightning_tasks.cli.nested_keys import join_nested_keys
-from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run, sections_of_run
+from lightning_tasks.cli.predict_images import arguments_of_run, recipe_of_run, sections_of_run, without_nulls
 from lightning_tasks.cli.quiet import leave_out_what_is_not_known, quiet
 from lightning_tasks.cli.save_config import SaveConfig, dump_plain
 from lightning_tasks.cli.stopping import end_in_one_line, has_begun
@@ -149,6 +149,8 @@ class AttnswapCLI(LightningCLI):
         stored = _stored_model(section.get("ckpt_path"), self.config.subcommand)
         section_given = self._given[self.config.subcommand].as_dict()
         given = section_given.get("model") or {}
+        if section.get("images"):  # the configuration of a run says null where its data module told
+            given = without_nulls(given)
         allowed = None if section.trust_checkpoint else allowed_names(section_given)
         file = f"--ckpt_path {section.get('ckpt_path')}"
         if allowed is not None:

@@ -92,8 +92,8 @@ def sections_of_run(arguments: Sequence[str]) -> dict[str, Any]:
     trainer = settings.get("trainer")
     callbacks = trainer.get("callbacks") if isinstance(trainer, dict) else None
     sections: dict[str, Any] = {
-        "model": _given(settings["model"]),
-        "data": _given(settings["data"]),
+        "model": without_nulls(settings["model"]),
+        "data": without_nulls(settings["data"]),
         "trainer.callbacks": [each for each in callbacks if _is_swap(each)] if isinstance(callbacks, list) else [],
     }
     allowed = None if "--trust_checkpoint" in arguments else allowed_names()
@@ -104,13 +104,11 @@ def sections_of_run(arguments: Sequence[str]) -> dict[str, Any]:
     return {name: section for name, section in sections.items() if section}
 
 
-def _given(section: dict[str, Any]) -> dict[str, Any]:
+def without_nulls(section: dict[str, Any]) -> dict[str, Any]:
     """A class and those of its arguments that are set: what was left open, the checkpoint knows or nothing does."""
     arguments = section.get("init_args") or {}
-    return {
-        "class_path": section["class_path"],
-        "init_args": {name: value for name, value in arguments.items() if value is not None},
-    }
+    kept = {name: section[name] for name in ("class_path",) if name in section}
+    return {**kept, "init_args": {name: value for name, value in arguments.items() if value is not None}}
 
 
 def _is_swap(callback: Any) -> bool:

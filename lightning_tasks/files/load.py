@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import lightning.pytorch as pl
 
 from attention_modules.mechanisms.shared.options import check_flag
-from attention_modules.stabilizers.sigma import reparametrize_like
+from attention_modules.stabilizers.sigma import renew_averaged, reparametrize_like
 from lightning_tasks.files.names import TRUST_IT, allowed_names, closed_imports
 from lightning_tasks.files.stored import check_checkpoint, check_stored
 from lightning_tasks.files.swaps import carry_out, overrides, saved_plans
@@ -118,6 +118,7 @@ def _load(
             f"{path} holds a {type(module).__name__}, whose configure_model is not that of {cls.__name__}, so that it "
             f"was not swapped; give {type(module).__name__}"
         )
+    renew_averaged(module)
     return module
 
 

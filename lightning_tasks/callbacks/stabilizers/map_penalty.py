@@ -90,7 +90,7 @@ class MapPenalty(LossPenalty, shared=True):
         if not isinstance(found, FactorMap) or found.weight is not None:
             raise ValueError(
                 f"{type(self).__name__} is of maps that are softmax of some queries and keys, and that of "
-                f"{type(mechanism).__name__} in {self._layers[index].name!r} is none{why}; exclude= it"
+                f"{type(mechanism).__name__} in {self._layers[index].name!r} is none with this mask{why}; exclude= it"
             )
         return found.normalized()
 

@@ -16,6 +16,7 @@ from attention_modules.stabilizers.sigma import (
     linear_weights,
     power_step,
     projections,
+    renew_averaged,
     reparametrizations,
     sigma_reparametrize_all,
 )
@@ -41,7 +42,8 @@ class SigmaReparam(Callback):
     σReparam (Zhai et al., Stabilizing Transformer Training by Preventing Attention Entropy Collapse, ICML 2023): σ(W)
     is the largest singular value, γ a learned scalar. u and v of σ = uᵀ W v come from an SVD when the model is built,
     and take one step of the power iteration before each training batch, also one whose step ``NonFiniteGuard`` skips;
-    those of frozen weights rest. A fused projection of queries, keys and values
+    those of frozen weights rest. Those of an average of weights are made anew where it is
+    evaluated. A fused projection of queries, keys and values
     has one σ, and so have weights that are one Parameter. σ, γ, u and v are float32 in a model of half precision. They
     are put on by :mod:`torch.nn.utils.parametrize` at the end of ``configure_model``, before checkpoints are read and
     optimizers built, in every stage; hosts, ``LocAteR`` and ``SpectrumMonitor`` read Ŵ.
@@ -132,6 +134,18 @@ class SigmaReparam(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         power_step(pl_module)
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Of an average of weights, which stands in the module's place meanwhile, u and v are made anew."""
+        if batch_idx == 0:
+            renew_averaged(pl_module)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        renew_averaged(pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         forget_actions(pl_module, self)

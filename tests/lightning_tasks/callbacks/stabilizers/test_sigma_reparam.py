@@ -1,12 +1,14 @@
 """SigmaReparam trains γ/σ(W) W, with the callbacks that read weights, and survives checkpoints."""
 
+import copy
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch.nn.utils import parametrize
 
 from attention_modules.hosts import attention_layers
-from attention_modules.stabilizers.sigma import plain_state, reparametrizations
+from attention_modules.stabilizers.sigma import plain_state, renew_averaged, reparametrizations, sigma_reparametrize
 from lightning_tasks import load_swapped
 from lightning_tasks.callbacks import (
     AttentionMonitor,
@@ -198,14 +200,43 @@ def test_averages_of_weights_hold_it_or_are_refused():
 
 
 def test_an_average_of_weights_has_the_norm_that_it_learned():
-    """The average of u and v is shorter than they are."""
-    module = TinyLM(lr=0.3)
-    fit(module, [SigmaReparam(gamma=1.0), pl.callbacks.EMAWeightAveraging(decay=0.9)], max_epochs=20)
-    found = list(reparametrizations(module))
-    assert min(part.u.norm() for _, _, part in found) < 0.9995
-    for owner, tensor, part in found:
+    """The average of u and v is shorter than they are, and no singular vector of the averaged weight."""
+    module, seen = TinyLM(lr=0.3), []
+    callbacks = [SigmaReparam(gamma=1.0), pl.callbacks.EMAWeightAveraging(decay=0.9), Averages(seen)]
+    fit(module, callbacks, max_epochs=20)
+    assert min(seen) < 0.9995
+    for owner, tensor, part in reparametrizations(module):
         norm = torch.linalg.matrix_norm(getattr(owner, tensor), 2)
-        torch.testing.assert_close(norm, part.gamma.detach(), atol=0, rtol=1e-3)
+        torch.testing.assert_close(norm, part.gamma.detach(), atol=0, rtol=1e-4)
+
+
+class Averages(pl.Callback):
+    """Keeps how long u is in the module as training ends, when it has the averaged weights."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_train_end(self, trainer, pl_module):
+        self.seen += [part.u.norm().item() for _, _, part in reparametrizations(pl_module)]
+
+
+def test_u_and_v_of_an_average_are_made_anew_and_others_rest():
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 4) for _ in range(2)]
+    for layer in layers:
+        sigma_reparametrize(layer, "weight", gamma=1.0)
+    before = {name: value.clone() for name, value in layers[0].state_dict().items()}
+    average = copy.deepcopy(layers[0])
+    others = layers[1].state_dict()
+    average.load_state_dict({name: (value + others[name]) / 2 for name, value in before.items()})
+    norms = [torch.linalg.matrix_norm(average.weight, 2).item()]
+    plain = plain_state(average.state_dict())["weight"]
+    renew_averaged(average)
+    renew_averaged(layers[0])
+    norms += [torch.linalg.matrix_norm(each, 2).item() for each in (average.weight, plain)]
+    assert norms[0] > 1.05
+    assert norms[1:] == pytest.approx([1.0, 1.0], rel=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in layers[0].state_dict().items())
 
 
 def test_all_linear_layers():

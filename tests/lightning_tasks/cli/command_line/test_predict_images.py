@@ -73,6 +73,14 @@ def test_any_folder_is_classified_by_what_the_run_says(classifier, folder, capsy
     assert (int(found[-1]["class"]), found[-1]["probability"]) == (int(number), f"{share:.6f}")
 
 
+def test_the_configuration_of_a_run_may_be_given(classifier, folder, capsys):
+    config = next(place / "config.yaml" for place in Path(classifier).parents if (place / "config.yaml").is_file())
+    assert yaml.safe_load(config.read_text())["model"]["init_args"]["num_classes"] is None
+    with pytest.warns(UserWarning, match="1 of 4 images"):
+        main(["predict", "--config", str(config), "--ckpt_path", str(classifier), "--images", str(folder), *QUIET])
+    assert "predictions: 3 in" in capsys.readouterr().out
+
+
 def test_the_checkpoint_has_the_names_of_the_classes(classifier):
     assert torch.load(classifier, weights_only=True)["class_names"] == list("0123456789")
     task = ImageClassificationTask.load_from_checkpoint(classifier, map_location="cpu")
