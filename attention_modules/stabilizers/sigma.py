@@ -282,7 +282,7 @@ def renew_averaged(model: nn.Module) -> None:
         >>> renew_averaged(average)
     """
     for module, tensor, part in reparametrizations(model):
-        if not all(map(_is_unit, (part.u, part.v))):
+        if any(1 - float(torch.linalg.vector_norm(each)) > _SHORTER for each in (part.u, part.v)):  # NaN stays
             u, _, v = _leading(module.parametrizations[tensor].original)  # type: ignore[index,union-attr]
             part.u.copy_(u)
             part.v.copy_(v)
