@@ -45,7 +45,7 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
     if valid is not None and _has_tokens(wanted, valid):
         hidden = ~valid.reshape(*valid.shape, *[1] * (wanted.ndim - 2))
         error, size = error.masked_fill(hidden, 0.0), size.masked_fill(hidden, 0.0)
-    return error.flatten(1).sum(1), size.flatten(1).sum(1)
+    return error.reshape(len(error), -1).sum(1), size.reshape(len(size), -1).sum(1)
 
 
 def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -187,7 +187,7 @@ def _has_tokens(values: Tensor, valid: Tensor) -> bool:
 def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(softmax(wanted / T) ‖ softmax(given / T)) in nats over the last dimension, in fp32 or above ``[...]``.
 
-    A class whose wanted logit is -inf counts nothing.
+    A class whose wanted logit is -inf counts nothing. One logit alone is that of a sigmoid.
 
     Example:
         >>> import torch
@@ -196,8 +196,8 @@ def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Te
         tensor(0.6931)
     """
     with torch.autocast(wanted.device.type, enabled=False):
-        log_given = (wide(given) / temperature).log_softmax(-1)
-        log_wanted = (wide(wanted) / temperature).log_softmax(-1)
+        log_given = (_of_classes(wide(given)) / temperature).log_softmax(-1)
+        log_wanted = (_of_classes(wide(wanted)) / temperature).log_softmax(-1)
         probability = log_wanted.exp()
         terms = probability * (log_wanted - log_given)
         return terms.masked_fill(probability == 0, 0.0).sum(-1)
@@ -206,6 +206,8 @@ def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Te
 def same_class(given: Tensor, wanted: Tensor) -> Tensor:
     """Where the largest logit is of the same class 1, else 0, over the last dimension; NaN where a logit is NaN.
 
+    One logit alone is that of a sigmoid.
+
     Example:
         >>> import torch
         >>> from attention_modules.analysis.agreement import same_class
@@ -213,11 +215,19 @@ def same_class(given: Tensor, wanted: Tensor) -> Tensor:
         tensor([1., nan])
     """
     unknown = (given.isnan() | wanted.isnan()).any(-1)
-    return (given.argmax(-1) == wanted.argmax(-1)).float().masked_fill(unknown, math.nan)
+    same = _of_classes(given).argmax(-1) == _of_classes(wanted).argmax(-1)
+    return same.float().masked_fill(unknown, math.nan)
+
+
+def _of_classes(logits: Tensor) -> Tensor:
+    """The logits of two classes in place of a sigmoid's one."""
+    return logits if logits.shape[-1] > 1 else torch.cat([torch.zeros_like(logits), logits], -1)
 
 
 def classes_last(logits: Tensor) -> Tensor:
-    """Logits with their classes in the last dimension, where those of images ``[B, C, H, W]`` and volumes are not."""
+    """Logits with their classes in the last dimension; of images ``[B, C, H, W]`` and volumes, and of one ``[B]``."""
+    if logits.ndim == 1:
+        return logits.unsqueeze(-1)
     return logits.movedim(1, -1) if logits.ndim > 3 else logits
 
 
@@ -262,7 +272,7 @@ class AgreementSums:
         self._positions = 0
 
     def add(self, given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> None:
-        """Take in outputs of a batch, ``[B, N, C]``, ``[B, C]``, ``[B, C, H, W]`` or ``[B, C, D, H, W]``.
+        """Take in outputs of a batch, ``[B]``, ``[B, N, C]``, ``[B, C]``, ``[B, C, H, W]`` or ``[B, C, D, H, W]``.
 
         Raises:
             ValueError: if their shapes differ.

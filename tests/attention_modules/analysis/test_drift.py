@@ -596,3 +596,16 @@ def test_a_mask_of_rows_says_which_tokens_count(form):
         out = model(torch.ones(2, 3, dtype=torch.long), **given).last_hidden_state
     for found in (seen.of(out), seen.of_layer("layers.0.self_attn"), seen.of_layer("layers.1.self_attn")):
         assert found is None if form == "continued" else torch.equal(found, padding)
+
+
+@pytest.mark.parametrize("shape", [(64,), (64, 1), (8, 8, 1)])
+def test_one_logit_alone_is_that_of_a_sigmoid(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    given, wanted = torch.randn(2, *shape, dtype=torch.float64)
+    sums = AgreementSums(logits=True)
+    sums.add(given, wanted)
+    found, p, q = sums.mean(), wanted.sigmoid(), given.sigmoid()
+    kl = (p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()).mean()
+    assert found.kl == pytest.approx(kl.item())
+    assert found.same_class == ((given > 0) == (wanted > 0)).float().mean().item() < 1
+    assert found.relative_error == pytest.approx(((given - wanted).norm() / wanted.norm()).item())
