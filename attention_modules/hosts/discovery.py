@@ -290,7 +290,7 @@ def left_apart(found: Survey, where: Selector | None, selves: Sequence[Found]) -
     pattern names such layers where it matches none but them.
     """
     stay = [network for network in found.networks if network.stays]
-    apart = {layer.name for layer in selves if _is_in_metric(found, layer.name)}
+    apart = {layer.name for layer in selves if all(_is_in_metric(found, name) for name in layer.names)}
     if len(stay) < len(found.networks):
         apart.update(*(each.layers for each in stay if all(twin.stays for twin in found.twins_of(each))))
     if callable(where) or apart >= {layer.name for layer in selves}:

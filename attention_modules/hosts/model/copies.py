@@ -27,6 +27,8 @@ def warn_of_copies(model: nn.Module, plan: Plan, stacklevel: int) -> None:
     seen: dict[int, Any] = {id(part): part for part in model.modules()}
     for place, part in model.named_modules():
         for attribute, value in vars(part).items():
+            if attribute.startswith("_hparams"):  # copies that Lightning keeps of what the module was built with
+                continue
             for other in islice(walk(value, _held, seen), _MOST_OBJECTS):
                 if issubclass(type(other), nn.Module) and (name := _original(other, plan)) is not None:
                     holder = ".".join(filter(None, (place, attribute)))
