@@ -150,14 +150,14 @@ class _Model:
         return apart or self._are_copies(one, other, parts) or self._take_inputs(one, other, parts)
 
     def _is_teacher(self, one: str, other: str, parts: Mapping[str, Sequence[str]]) -> bool:
-        """Whether one alone is called so in full, or is frozen beside one that trains, or has the other's shapes."""
+        """Whether one alone is called so, beside a student, or frozen beside one that trains, or of equal shapes."""
         names = [part.rpartition(".")[2].lower() for part in (one, other)]
         of_moco = {name[:-1] for name in names} == {f"{names[0][:-2]}_"} and {name[-1:] for name in names} == {*"kq"}
         named = [bool(_TEACHER.search(name)) or (of_moco and name.endswith("k")) for name in names]
         if sorted(named) != [False, True]:
             return False
         frozen = [_is_frozen(self.modules[part]) for part in (one, other)]
-        if frozen == named or _is_called_teacher(names[named.index(True)]):
+        if frozen == named or (any(map(_is_called_teacher, names)) and any("student" in name for name in names)):
             return True
         return not self._are_lists(one, other, parts) and self._have_equal_stacks(one, other, parts)
 
@@ -221,7 +221,8 @@ def _are_towers(one: str, other: str) -> bool:
 
 
 def _is_called_teacher(name: str) -> bool:
-    return "teacher" in name and "student" not in name
+    """Whether its last word says so: a teacher_forcing or teacher_head is none."""
+    return name.rpartition("_")[2] in ("teacher", "teachers")
 
 
 def _unnumbered(name: str) -> str:

@@ -176,7 +176,9 @@ class SwapAttention(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn where a network was swapped that does not train, as a swap leaves out one that is frozen before."""
         callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
-        if self._plan is None or any("BaseFinetuning" in kinds_of(each) for each in callbacks):  # which let it train
+        if self._plan is None or not self._holds(pl_module, self._plan) or short_name(self._class) in PLAIN:
+            return
+        if any("BaseFinetuning" in kinds_of(each) for each in callbacks):  # which let it train later
             return
         found = survey(pl_module)
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -188,9 +190,9 @@ class SwapAttention(Callback):
         apart = {found.network_of(name).name for name in left_apart(found, self.where, swapped)}
         if apart and not all(frozen.values()):  # as where a strategy has optimizers of its own
             rank_zero_warn(
-                f"SwapAttention swapped {', '.join(map(repr, sorted(apart)))}, too, whose weights do not train (frozen "
-                "after the swap, or in no optimizer), so that it gives something else for good: freeze it in __init__, "
-                "leave it out (exclude), or name it in where="
+                f"SwapAttention swapped {', '.join(map(repr, sorted(apart)))}, too, whose weights do not train now "
+                "(frozen after the swap, or in no optimizer of the trainer), and which gives something else now: "
+                "freeze it in __init__, leave it out (exclude), or name it in where="
             )
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

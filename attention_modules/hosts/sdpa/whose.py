@@ -18,6 +18,8 @@ _SHOWN = "_whose_keys"  # in a module: whether it does, as an example showed, an
 # Words in names of arguments that one sequence may be given to, beside the one that asks: key, keyStates, x_kv, K_in.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _KEYS = re.compile(r"x?(k|v|kv|keys?|values?)(x|s|in)?", re.IGNORECASE)
+# A word among them that says whose they are: those of something else.
+_ELSE = re.compile(r"enc(oder)?|mem(ory)?|con?te?xt|cross|cond(ition)?|ima?ge?|vision|visual|audio|text", re.IGNORECASE)
 
 _Shapes = tuple[torch.Size, ...]
 
@@ -71,6 +73,10 @@ def _by_trial(layer: nn.Module) -> bool:
     asking = call.seam(layer).asking
     width = None if asking is None else given[asking].shape[-1]
     return call.k.shape[-2] > call.q.shape[-2] or any(
-        given[place].shape[-1] != width or not any(map(_KEYS.fullmatch, _WORDS.findall(place.name)))
-        for place in call.others(layer)
+        given[place].shape[-1] != width or not _may_be_its_own(place.name) for place in call.others(layer)
     )
+
+
+def _may_be_its_own(name: str) -> bool:
+    words = _WORDS.findall(name)
+    return any(map(_KEYS.fullmatch, words)) and not any(map(_ELSE.fullmatch, words))

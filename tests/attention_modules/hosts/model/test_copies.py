@@ -86,6 +86,16 @@ def test_what_is_no_copy_or_has_the_mechanism_too_is_not():
     assert len(_told(task, "sigmoid")) == 1
 
 
+def test_hyper_parameters_are_no_copies_of_the_models_own():
+    class Given(Task):
+        def __init__(self, net):
+            super().__init__()
+            self.save_hyperparameters(logger=False)
+            self.net = net
+
+    assert _told(Given(Task().net)) == []
+
+
 class Average(pl.Callback):
     """One that copies the module in its setup."""
 

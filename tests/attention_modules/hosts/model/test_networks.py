@@ -401,6 +401,12 @@ def test_a_teacher_of_another_depth_is_left_out_before_it_is_frozen(below: bool)
     assert len(swap_attention(pair["teacher"], "sigmoid")) == 4
 
 
+@pytest.mark.parametrize("names", [("teacher", "pool"), ("encoder", "teacher_forcing"), ("teacher_head", "body")])
+def test_what_trains_is_no_teacher_without_a_student(names: tuple[str, str]) -> None:
+    model = nn.ModuleDict({names[0]: encoder(2), names[1]: encoder(1)})
+    assert len(swap_attention(model, "sigmoid")) == 3
+
+
 def test_a_metric_keeps_its_network() -> None:
     class Distance(Metric):
         def __init__(self) -> None:
@@ -411,6 +417,9 @@ def test_a_metric_keeps_its_network() -> None:
 
         def compute(self) -> None: ...
 
+    distance = Distance()
+    shared = nn.ModuleDict({"distance": distance, "net": distance.features, "head": encoder(1)})
+    assert len(swap_attention(shared, "sink")) == 3  # the model's own network, which a metric has too
     model = nn.ModuleDict({"net": encoder(2), "head": encoder(1), "distance": Distance()})
     assert {row.name.partition(".")[0] for row in swap_attention(model, "sigmoid")} == {"net", "head"}
     assert len(swap_attention(model, "sigmoid", where="distance.*")) == 2

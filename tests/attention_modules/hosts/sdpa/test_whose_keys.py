@@ -502,7 +502,7 @@ def test_a_layer_that_is_asked_for_its_keys_may_attend_to_itself(names: str) -> 
     assert swap_attention(nn.ModuleList([Insisting()]), "sink")[0].heads == 4
 
 
-@pytest.mark.parametrize("names", ["x context", "query memory", "x keypoints", "x vision"])
+@pytest.mark.parametrize("names", ["x context", "query memory", "x keypoints", "x vision", "x memory_key_states"])
 def test_a_layer_that_is_asked_for_something_else_does_not(names: str) -> None:
     with pytest.raises(AttentionSwapError, match="cross-attention only"):
         swap_attention(nn.ModuleList([named(names)()]), "sink")

@@ -94,10 +94,15 @@ def test_a_network_that_was_swapped_and_does_not_train_is_named(when: str) -> No
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         fit(module, [swap], max_epochs=1)
-    said = [str(each.message) for each in told if "do not train" in str(each.message)]
+    said = [str(each.message) for each in told if "do not train now" in str(each.message)]
     assert len(said) == (when in ("setup", "in no optimizer"))
     assert all("SwapAttention swapped 'features', too" in text for text in said)
     assert (when == "init") != any("features" in row.name for row in swap.report)
+
+
+def test_softmax_changes_no_network_and_none_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    fit(Distilling("setup"), [SwapAttention("softmax")], max_epochs=1)
+    assert not any("do not train now" in str(each.message) for each in recwarn)
 
 
 @pytest.mark.parametrize("mechanism", ["softmax", "gated", "rpc"])
