@@ -34,8 +34,9 @@ def without_causal_bias(attn_mask: Tensor | None, is_causal: bool, q: Tensor) ->
 def seen_tokens(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Which tokens of self-attention some row sees by the mask, boolean ``[B, N]``; None where it says nothing of them.
 
-    What the others attend to (padding, say) reaches nobody. All do where a host has noted at the keys that they are of
-    other tokens.
+    What the others attend to (padding, say) reaches nobody. Nor does a token that sees itself alone and none other
+    sees, in a sample where some see each other (as with the mask ``seen & seen.T | eye``). All do where a host has
+    noted at the keys that they are of other tokens.
 
     Args:
         attn_mask: boolean or additive, broadcastable to ``[B, H, N, N]``.
@@ -48,7 +49,13 @@ def seen_tokens(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None
     if attn_mask.ndim == 4 and attn_mask.shape[0] not in (1, len(q)):
         return None
     mask = attn_mask.detach()[..., :tokens].reshape((1,) * (4 - attn_mask.ndim) + (*attn_mask.shape[:-1], tokens))
-    return (visible(mask).flatten(1, 2).any(1) | getattr(k, OTHERS, False)).expand(len(q), -1)
+    rows = visible(mask).any(1)
+    seen = rows.any(1)
+    if rows.shape[1] == tokens:
+        others = rows & ~torch.eye(tokens, dtype=torch.bool, device=rows.device)
+        linked = others.any(1) | others.any(2)
+        seen = seen & (linked | ~linked.any(1, keepdim=True))
+    return (seen | getattr(k, OTHERS, False)).expand(len(q), -1)
 
 
 def not_padding(attn_mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

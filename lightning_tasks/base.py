@@ -169,6 +169,13 @@ class BaseTask(LightningModule):
         """As torch's; builds ``self.model`` first: Lightning brings weights from processes of its own in this way."""
         if self.model is None and self._device_mesh is None and any(name.startswith("model.") for name in state_dict):
             self.configure_model()
+        reparametrized = {name for name in state_dict if ".parametrizations." in name and name.endswith(".0.gamma")}
+        if strict and (missing := reparametrized - self.state_dict().keys()):
+            raise ValueError(
+                f"the state is of a run with SigmaReparam ({len(missing)} weights are held in parts here, and whole in "
+                "the module): give --trainer.callbacks+=attnswap.callbacks.SigmaReparam with the options of that run, "
+                "or read the checkpoint by attnswap.load_swapped"
+            )
         return super().load_state_dict(state_dict, strict, assign)
 
     def configure_callbacks(self) -> Any:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attention_modules.base import AttentionMechanism
-from attention_modules.hosts.base import Host, Swapped, acting_mechanism
-from attention_modules.hosts.discovery import Found, survey
-from attention_modules.masks import OTHERS, not_padding, visible
+from attention_modules.hosts.base import Host, Swapped
+from attention_modules.hosts.discovery import survey
 from attention_modules.precision import to_float64
 from attention_modules.swap import made_observable, make_observable
-
-_STACK = re.compile(r"\.\d+\.|\.[^.]*$")  # after the part of a layer's name that its stack has in common
 
 
 def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -31,7 +22,7 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
     Args:
         given: a tensor.
         wanted: what it is compared with, of the same shape.
-        valid: which tokens count, boolean ``[B, N]``, where the tensors are ``[B, N, ...]``; all where None.
+        valid: which tokens count, boolean of the tensors' first dimensions (``[B, N]``); all where None.
 
     Example:
         >>> import torch
@@ -42,30 +33,10 @@ def relative_squares(given: Tensor, wanted: Tensor, valid: Tensor | None = None)
     with torch.autocast(wanted.device.type, enabled=False):
         given, wanted = wide(given), wide(wanted)
         error, size = (given - wanted).square(), wanted.square()
-    if valid is not None and _has_tokens(wanted, valid):
-        hidden = ~valid.reshape(*valid.shape, *[1] * (wanted.ndim - 2))
+    if valid is not None:
+        hidden = ~valid.reshape(*valid.shape, *[1] * (wanted.ndim - valid.ndim))
         error, size = error.masked_fill(hidden, 0.0), size.masked_fill(hidden, 0.0)
     return error.reshape(len(error), -1).sum(1), size.reshape(len(size), -1).sum(1)
-
-
-def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens count by the ``attention_mask`` ``[B, N]`` of a call, boolean; None where it has none.
-
-    Of an encoder-decoder model all count: the mask is of one of its sequences alone. Where a model of sound makes
-    frames of samples, it is asked which frames count.
-    """
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    try:
-        given = {**inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments, **kwargs}
-    except TypeError:  # the call itself will say what it does not take
-        given = dict(kwargs)
-    mask = given.get("attention_mask")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        return None
-    if (of_frames := getattr(model, "_get_feature_vector_attention_mask", None)) is not None:
-        mask = of_frames(int(model._get_feat_extract_output_lengths(mask.shape[1])), mask)  # type: ignore[operator]
-    return mask.bool()
 
 
 def let_be_seen(model: nn.Module, names: Sequence[str]) -> None:
@@ -77,89 +48,6 @@ def let_be_seen(model: nn.Module, names: Sequence[str]) -> None:
     make_observable(model, names)
     plain = [layer for layer in survey(model).layers if not hasattr(layer.module, "mechanism")]
     made_observable(model, [layer.name for layer in plain if not layer.cross])
-
-
-class SeenTokens:
-    """Which tokens some row sees by the masks of a model's layers, boolean ``[B, N]``; None where all count.
-
-    What none sees reaches nobody, and counts nowhere where it is padding (by
-    :func:`~attention_modules.masks.not_padding`).
-
-    Args:
-        named: which tokens count where a layer's mask does not say so, or is causal alone (as :func:`counting`).
-    """
-
-    def __init__(self, named: Tensor | None = None) -> None:
-        self._named = named
-        self._of_layers: dict[str, list[Tensor | None]] = {}  # of each call
-        self._last: dict[tuple[int, ...], tuple[Tensor | None, bool]] = {}  # by size, and whether samples come first
-        self._of_stacks: dict[tuple[str, int, int], Tensor | None] = {}
-        self._told: dict[tuple[int, int], tuple[str, int, int]] = {}  # by size, the first whose masks say so
-
-    def note(
-        self,
-        layer: Found,
-        mechanism: AttentionMechanism,
-        args: tuple[Tensor, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """A forward pre-hook of a layer's mechanism. The queries of cross-attention are tokens of its own stack."""
-        (q, k), mask = args[:2], kwargs.get("attn_mask")
-        samples, number = len(q), q.shape[-2]
-        stack = _STACK.split(f".{layer.name}")[0], samples, number
-        if layer.cross or bool(getattr(k, OTHERS, False)):
-            seen = self._of_stacks.get(stack)
-        else:
-            if mask is not None and mask.shape[-1] > number and not bool(visible(mask[..., number:]).any()):
-                k, mask = k[..., :number, :], mask[..., :number]  # without the empty places of a static cache
-            seen = not_padding(mask, q, k)
-            hides = mask is not None or bool(kwargs.get("is_causal"))  # else its tokens may be others, as many,
-            if seen is not None:
-                self._told.setdefault((samples, number), stack)
-            others = self._told.get((samples, number), stack) != stack  # as those of another stack are
-            if seen is None and hides and not others and getattr(self._named, "shape", None) == (samples, number):
-                seen = self._named
-            self._of_stacks[stack] = seen
-            self._last[samples, number] = seen, layer.host.batch_first(layer.module)
-        for name in layer.names:
-            self._of_layers.setdefault(name, []).append(seen)
-
-    def of_layer(self, name: str, call: int = 0) -> Tensor | None:
-        """Which tokens count of a layer's input and output in a call of it, ``[B, N]``."""
-        calls = self._of_layers.get(name, [])
-        return calls[call] if call < len(calls) else None
-
-    def of(self, output: Tensor) -> Tensor | None:
-        """Which tokens count of a model's output, ``[B, N]`` or ``[N, B]`` as its own: those of the last such layer."""
-        size = tuple(output.shape[:2])
-        for (samples, number), (seen, samples_first) in self._last.items():
-            either = size == (samples, number) == (number, samples) and output.ndim > 2 and not samples_first
-            flat = output.ndim == 2 and len(output) == samples * number > samples
-            if seen is not None and (either or flat) and not bool(seen.all()):
-                warnings.warn(
-                    f"where the {samples} x {number} tokens stand in the output {tuple(output.shape)} is not known, so "
-                    "that padding may count: let the model return [B, N, ...], and, where its layers have "
-                    "batch_first=False, give other numbers of samples than of tokens",
-                    stacklevel=2,
-                )
-        if size in self._last:
-            return self._last[size][0]
-        turned, _ = self._last.get(size[::-1], (None, True))
-        return self._named if turned is None else turned.T
-
-
-@contextmanager
-def seeing(layers: Sequence[Found], named: Tensor | None = None) -> Iterator[SeenTokens]:
-    """Notes, while a model runs, which tokens its layers see of those that have a mechanism (:func:`let_be_seen`)."""
-    seen, handles = SeenTokens(named), []
-    for layer in layers:
-        if (mechanism := acting_mechanism(getattr(layer.module, "mechanism", None))) is not None:
-            handles.append(mechanism.register_forward_pre_hook(partial(seen.note, layer), with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def layer_output(layer: nn.Module, output: Any) -> Tensor:
@@ -176,18 +64,19 @@ def wide(values: Tensor) -> Tensor:
 
 
 def counted(values: Tensor, valid: Tensor | None) -> Tensor:
-    """The tokens that count of ``[B, N, ...]``, ``[tokens, ...]``; all as they are where ``valid`` is not of them."""
-    return values if valid is None or not _has_tokens(values, valid) else values[valid]
+    """The numbers of the tokens that count, with their classes in the last dimension (:func:`classes_last`)."""
+    return classes_last(values) if valid is None else _of_tokens(values, valid)[valid]
 
 
-def _has_tokens(values: Tensor, valid: Tensor) -> bool:
-    return values.ndim >= 3 and values.shape[:2] == valid.shape
+def _of_tokens(values: Tensor, valid: Tensor) -> Tensor:
+    return values.unsqueeze(-1) if values.ndim == valid.ndim else values
 
 
 def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Tensor:
     """KL(softmax(wanted / T) ‖ softmax(given / T)) in nats over the last dimension, in fp32 or above ``[...]``.
 
-    A class whose wanted logit is -inf counts nothing. One logit alone is that of a sigmoid.
+    A class whose wanted logit is -inf counts nothing. One logit alone is that of a sigmoid; several are of classes that
+    exclude each other.
 
     Example:
         >>> import torch
@@ -201,6 +90,12 @@ def kl_divergence(given: Tensor, wanted: Tensor, temperature: float = 1.0) -> Te
         probability = log_wanted.exp()
         terms = probability * (log_wanted - log_given)
         return terms.masked_fill(probability == 0, 0.0).sum(-1)
+
+
+def other_problem(model: nn.Module) -> str | None:
+    """What transformers says of logits that are of no one softmax, by ``config.problem_type``; None else."""
+    kind = getattr(getattr(model, "config", None), "problem_type", None)
+    return kind if kind in ("multi_label_classification", "regression") else None
 
 
 def same_class(given: Tensor, wanted: Tensor) -> Tensor:
@@ -280,7 +175,7 @@ class AgreementSums:
         if given.shape != wanted.shape:
             raise ValueError(f"outputs {tuple(given.shape)} cannot be compared with {tuple(wanted.shape)}")
         error, size = (to_float64(part).sum() for part in relative_squares(given, wanted, valid))
-        given, wanted = counted(classes_last(given), valid), counted(classes_last(wanted), valid)
+        given, wanted = counted(given, valid), counted(wanted, valid)
         cosine = torch.nn.functional.cosine_similarity(wide(given), wide(wanted), dim=-1)
         zero = torch.zeros_like(error)
         kl = to_float64(kl_divergence(given, wanted)).sum() if self.logits else zero

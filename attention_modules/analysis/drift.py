@@ -17,20 +17,19 @@ from attention_modules.analysis.agreement import (
     NOT_MEASURED,
     Agreement,
     AgreementSums,
-    SeenTokens,
-    counting,
     layer_output,
     let_be_seen,
+    other_problem,
     output_of,
     relative_error,
     relative_squares,
-    seeing,
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts import attention_layers
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.discovery import Selector, survey
 from attention_modules.hosts.model.inputs import copied_arguments
+from attention_modules.hosts.model.seen import SeenTokens, counting
 from attention_modules.hosts.trained import forget_made
 from attention_modules.mechanism import Mechanism
 from attention_modules.mechanisms.shared.acting import NoMapError
@@ -133,8 +132,8 @@ def swap_drift(
             them, or several in a list or an iterator. Tokens that the masks of the layers hide from all (padding, say)
             count nowhere.
         run: ``run(model, batch)`` in place of these calls.
-        logits: whether the output is logits, of which a KL divergence has a meaning; by default, where the model
-            names it so.
+        logits: whether the output is logits of classes that exclude each other, of which a KL divergence has a meaning;
+            by default, where the model names it logits, unless its ``config.problem_type`` says something else.
 
     Returns:
         A row for each layer, and how far the model's output is in the end.
@@ -177,21 +176,27 @@ def swap_drift(
     outputs: dict[str, AgreementSums] = {}
     for batch in _several(batches):
         args = batch if isinstance(batch, (tuple, list)) else ()
-        by_name = counting(model, args, batch if isinstance(batch, Mapping) else {})
+        seen = SeenTokens(with_masks, counting(model, args, batch if isinstance(batch, Mapping) else {}))
         entropies = {name: sums[name].entropy_before for name in names}
-        with seeing(with_masks, by_name) as seen, _entropies(before, entropies, seen):
+        with seen.noting(), _entropies(before, entropies, seen):
             result, layers_before = _recorded(before, call, batch, names)
         wanted, named = output_of(result)
-        valid = seen.of(wanted)
+
+        def again(batch: Any = batch) -> tuple[Tensor, dict[str, Tensor]]:
+            result, of_layers = _recorded(before, call, batch, names)
+            return output_of(result)[0], of_layers
+
+        seen.settle(wanted, layers_before, again)
+        valid = seen.of_output
         if whole is None:
-            kind = named if logits is None else logits
+            kind = named and other_problem(model) is None if logits is None else logits
             whole, outputs = AgreementSums(kind), {name: AgreementSums(kind) for name in names}
         for name, copy in alone.items():
             if isinstance(copy, str):
                 continue
             with _entropies(copy, {name: sums[name].entropy_after}, seen):
                 result, layers_after = _recorded(copy, call, batch, [name])
-            sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], seen.of_layer(name)))
+            sums[name].error.add(*relative_squares(layers_after[name], layers_before[name], seen.of_layer_output(name)))
             outputs[name].add(output_of(result)[0], wanted, valid)
         whole.add(output_of(call(together, batch))[0], wanted, valid)
     if whole is None:

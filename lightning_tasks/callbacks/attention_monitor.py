@@ -15,6 +15,7 @@ from attention_modules.analysis import STATISTICS, Statistic, sink_features, tok
 from attention_modules.analysis.acting import acting_sums
 from attention_modules.base import queries_of
 from attention_modules.hosts import AttentionLayer, Host
+from attention_modules.hosts.model.seen import unplaced
 from attention_modules.masks import seen_tokens
 from attention_modules.mechanisms.shared.options import check_integer
 from attention_modules.mechanisms.shared.probe import acting_map
@@ -325,7 +326,10 @@ class AttentionMonitor(MechanismObserver):
             if shares is not None and tokens.shape[:2] == (shares.shape[0], shares.shape[2]):
                 features, both = sink_features(tokens, shares, valid), (known & finite).unsqueeze(1)
                 sums |= {name: _known(values, both) for name, values in features.items()}
-            sums["token_similarity"] = _known(token_similarity(tokens, valid), known)
+            similarity = token_similarity(tokens, valid)
+            if seen is not None and valid is None:
+                similarity = similarity.masked_fill(unplaced(seen, tokens), torch.nan)
+            sums["token_similarity"] = _known(similarity, known)
         count = torch.stack([each.sum() for each in bad]).sum().float()
         sums[NOT_FINITE.statistic] = count, torch.ones_like(count)
         self._observed[index].append(

@@ -17,6 +17,7 @@ from attention_modules.analysis import LipschitzEstimate, NotFiniteError, local_
 from attention_modules.hosts import AttentionLayer
 from attention_modules.hosts.layer_call import LayerCall
 from attention_modules.hosts.model.inputs import continues
+from attention_modules.hosts.model.seen import unplaced
 from attention_modules.hosts.model.sharded import is_sharded
 from attention_modules.hosts.torch import encoders_around, let_get_nested
 from attention_modules.masks import seen_tokens
@@ -36,6 +37,10 @@ _WHOLE = (
     "works only with as many tokens as the model gives it, as its position bias, rope or windows fix their number: all "
     "are looked at in place of the first {}, which takes more time and memory; `max_tokens: null` asks for that, and "
     "`exclude` leaves the layer out"
+)
+_UNPLACED = (
+    "attends among other tokens than it is given, and which of these are padding is not known: padding counts; pad "
+    "before the layer, or leave it out by `exclude`"
 )
 _SAME = 1e-3  # of the norm: float32 rounds, and what depends on padding is further away
 
@@ -237,7 +242,9 @@ class LipschitzMonitor(LayerObserver):
             for index, layer in enumerate(self._chosen(pl_module)):
                 if index in asked and layer.mechanism is not None:
                     with torch.no_grad(), eager(), unobserved(layer.module):
-                        seen = _seen(asked[index], layer.mechanism)
+                        seen, is_placed = _seen(asked[index], layer.mechanism)
+                    if not is_placed:
+                        self._warn(layer.name, "padding", _UNPLACED)
                     if seen is not None and not bool(seen.all()):
                         found[index] = seen
         finally:
@@ -305,14 +312,20 @@ class LipschitzMonitor(LayerObserver):
         log_joined(pl_module, {str(MetricName(name, label, stage="val")): value for name, value in values.items()})
 
 
-def _seen(call: LayerCall, mechanism: AttentionMechanism) -> Tensor | None:
-    """Which tokens some row sees in a call, boolean ``[B, N]``; None where its mask says nothing of them."""
+def _seen(call: LayerCall, mechanism: AttentionMechanism) -> tuple[Tensor | None, bool]:
+    """Which tokens some row sees in a call, boolean ``[B, N]``, and whether where others lie in it is known.
+
+    None where its mask says nothing of them.
+    """
     found: list[Tensor] = []
+    lost: list[Tensor] = []
 
     def see(mechanism: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
         seen = seen_tokens(kwargs.get("attn_mask"), *args[:2])
         if seen is not None and seen.shape == call.x.shape[:2]:
             found.append(seen)
+        elif seen is not None:
+            lost.append(unplaced(seen, call.x))
 
     hook = mechanism.register_forward_pre_hook(see, with_kwargs=True)
     try:
@@ -320,7 +333,8 @@ def _seen(call: LayerCall, mechanism: AttentionMechanism) -> Tensor | None:
             call(call.x)
     finally:
         hook.remove()
-    return torch.stack(found).any(0) if found else None
+    is_placed = bool(found) or not any(bool(each.any()) for each in lost)
+    return torch.stack(found).any(0) if found else None, is_placed
 
 
 def _alone(whole: LayerCall, seen: Tensor, max_tokens: int | None) -> list[LayerCall]:

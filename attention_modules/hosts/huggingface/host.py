@@ -295,8 +295,8 @@ class HuggingFaceHost(Host):
         return groups_of(layer)
 
     def norm(self, layer: Any) -> str | None:
-        """Also one without weights, as Llama 4's, is one."""
-        norms = (each for name, each in layer._modules.items() if re.match(r"[qk]\w*norm", name))
+        """Also one without weights, as Llama 4's, is one; of what a low-rank projection has between its parts none."""
+        norms = (each for name, each in layer._modules.items() if re.match(r"[qk](?!\w*_a_)\w*norm", name))
         return "q/k norm" if any(each is not None and not isinstance(each, nn.Identity) for each in norms) else None
 
     def caveat(self, layer: Any) -> str | None:

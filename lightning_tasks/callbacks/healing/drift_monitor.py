@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from attention_modules.analysis.agreement import (
-    classes_last,
     counted,
     kl_divergence,
+    other_problem,
     output_of,
     relative_squares,
     same_class,
@@ -57,7 +57,8 @@ class DriftMonitor(Callback):
     Args:
         network: name of the part of the module whose output is the model's (the first argument of a loss); by default
             the child that holds all swapped layers.
-        logits: whether that output is logits; by default, where it is named so (``output.logits``).
+        logits: whether that output is logits of classes that exclude each other; by default, where it is named so
+            (``output.logits``), unless ``config.problem_type`` of the network says something else.
         maps: also log ``val/drift/map_error/layer_00``, ‖student - teacher‖ / ‖teacher‖ of the maps that act
             (:func:`attnswap.attention_maps`), where the student's layer is given the teacher's input, and their mean.
             Each map is held whole, of one layer at a time for the student, and of all for the teacher. Layers without
@@ -237,14 +238,17 @@ class DriftMonitor(Callback):
     def _add_output(self, output: Any, lesson: Lesson) -> None:
         given, named = output_of(output)
         wanted, _ = output_of(lesson.output)
-        valid = lesson.seen.of(wanted)
+        valid = lesson.seen.of_output
         error, size = relative_squares(given, wanted, valid)
         self._sums.add("output_error", error.sum(), size.sum())
-        given, wanted = (counted(classes_last(part), valid) for part in (given, wanted))
+        given, wanted = (counted(part, valid) for part in (given, wanted))
         cosine = F.cosine_similarity(wide(given), wide(wanted), dim=-1)
         count = torch.tensor(cosine.numel(), device=cosine.device)
         self._sums.add("cosine", cosine.sum(), count)
-        if named if self.logits is None else self.logits:
+        is_logits = self.logits
+        if is_logits is None and self.teacher is not None:
+            is_logits = named and other_problem(self.teacher.network) is None
+        if is_logits:
             self._sums.add("kl", kl_divergence(given, wanted).sum(), count)
             self._sums.add("same_class", same_class(given, wanted).sum(), count)
 

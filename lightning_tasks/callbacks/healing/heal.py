@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from attention_modules import AttentionMechanism
-from attention_modules.analysis.agreement import classes_last, counted, kl_divergence, output_of, relative_squares
+from attention_modules.analysis.agreement import counted, kl_divergence, other_problem, output_of, relative_squares
 from attention_modules.hosts.base import acting_mechanism
 from attention_modules.hosts.model.inputs import continues
 from attention_modules.mechanisms.shared.unchanged import Draw
@@ -38,7 +38,8 @@ class Heal(DriftMonitor):
       sample, its mean over samples, where the student's layer is given the teacher's input (as stage 2 of MOHAWK, and
       attention transfer of LoLCATs);
     - ``match="output"``: the same of the network's output;
-    - ``match="logits"``: T² KL(softmax(teacher / T) ‖ softmax(student / T)), its mean over positions;
+    - ``match="logits"``: T² KL(softmax(teacher / T) ‖ softmax(student / T)), its mean over positions; of one logit that
+      of a sigmoid;
     - ``match="task"``: the module's own loss, as without this callback.
 
     They take the place of the loss that ``training_step`` returns; what the module logs there stays its own. Where maps
@@ -120,6 +121,9 @@ class Heal(DriftMonitor):
                 "Heal trains other Parameters in each stage, and DDP must look which: give "
                 'strategy="ddp_find_unused_parameters_true"'
             )
+        kind = other_problem(self._teacher.network)
+        if kind and any(stage.match == "logits" for stage in self.stages):
+            raise ValueError(f"Heal: match='logits' takes one softmax of classes, this is {kind}: match 'output'")
         if self.anneal is not None:
             self.anneal.check(self._mechanisms(pl_module))
 
@@ -327,9 +331,9 @@ class Heal(DriftMonitor):
         losses = []
         for lesson, output in self._lessons:
             given, wanted = output, output_of(lesson.output)[0]
-            valid = lesson.seen.of(wanted)
+            valid = lesson.seen.of_output
             if stage.match == "logits":
-                given, wanted = (counted(classes_last(part), valid) for part in (given, wanted))
+                given, wanted = (counted(part, valid) for part in (given, wanted))
                 losses.append(kl_divergence(given, wanted, stage.temperature).mean() * stage.temperature**2)
             else:
                 losses.append(_share(*relative_squares(given, wanted, valid)))

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from attention_modules.analysis.agreement import (
-    SeenTokens,
-    counting,
     layer_output,
     let_be_seen,
+    output_of,
     relative_squares,
-    seeing,
 )
 from attention_modules.base import AttentionMechanism
 from attention_modules.hosts.base import Swapped, acting_mechanism
 from attention_modules.hosts.discovery import survey
 from attention_modules.hosts.model.inputs import as_it_is, copied_arguments
+from attention_modules.hosts.model.seen import SeenTokens, counting
 from attention_modules.hosts.report import swapped_mechanisms
 from attention_modules.hosts.torch import same_view
 from attention_modules.hosts.trained import forget_made
@@ -117,7 +117,6 @@ class Teacher:
     @torch.no_grad()
     def show(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], draw: Draw) -> Lesson:
         """Run it on a copy of what the student is called with, and have it begin with the same random states."""
-        args, kwargs = copied_arguments((args, dict(kwargs)))
         inputs: dict[str, Given] = {}
         outputs: dict[str, Tensor] = {}
         maps: dict[str, Tensor] = {}
@@ -135,16 +134,34 @@ class Teacher:
 
             return hook
 
-        with hooks() as add, seeing(self._found, counting(self.network, args, kwargs)) as seen:
+        def run() -> Any:
+            given, named = copied_arguments((args, dict(kwargs)))
+            with unchanged(self.network), draw.again(self.network):
+                return self.network(*given, **named)
+
+        def main_part(output: Any) -> Tensor:
+            with suppress(TypeError):  # it is none that can be compared, nor need it be where layers are
+                return output_of(output)[0]
+            return torch.zeros(())
+
+        def again() -> tuple[Tensor, dict[str, Tensor]]:
+            outputs.clear()
+            return main_part(run()), outputs
+
+        seen = SeenTokens(self._found, counting(self.network, args, kwargs))
+        with hooks() as add:
             for name in self.layers:
                 layer = self.network.get_submodule(name)
                 add(layer.register_forward_pre_hook(before(name), with_kwargs=True))
                 add(layer.register_forward_hook(after(name)))
                 if self.maps:
                     add(hook_map(layer, partial(maps.setdefault, name)))
-            with unchanged(self.network), draw.again(self.network):
-                output = self.network(*args, **kwargs)
-        return Lesson(inputs, outputs, output, seen, maps, draw)
+            with seen.noting():
+                output = run()
+            first = dict(outputs)
+            sharded = any(isinstance(tensor, DTensor) for tensor in self.network.parameters())
+            seen.settle(main_part(output), first, None if sharded else again)  # ranks must call it alike
+        return Lesson(inputs, first, output, seen, maps, draw)
 
 
 class Lesson:
@@ -199,7 +216,7 @@ class Lesson:
 
     def compare(self, name: str, layer: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
         """The squares of error and size of a student's layer's output, of each sample."""
-        return relative_squares(layer_output(layer, output), self.outputs[name], self.seen.of_layer(name))
+        return relative_squares(layer_output(layer, output), self.outputs[name], self.seen.of_layer_output(name))
 
     def compare_map(self, name: str, found: Tensor) -> tuple[Tensor, Tensor]:
         """The squares of difference and size of a student's layer's map, of each sample.

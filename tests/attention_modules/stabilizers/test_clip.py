@@ -139,6 +139,16 @@ def test_a_norm_without_weights_is_one_too_and_none_is_none(weights):
     assert bool(weights) is ("q/k norm" in (clip_refusal(layer) or ""))
 
 
+def test_a_norm_inside_a_low_rank_projection_is_no_norm_of_queries():
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    sizes |= {"qk_nope_head_dim": 8, "v_head_dim": 8, "num_hidden_layers": 1, "vocab_size": 20, "intermediate_size": 32}
+    model = transformers.DeepseekV3Model(transformers.DeepseekV3Config(**sizes, first_k_dense_replace=1))
+    assert (
+        clip_refusal(attention_layers(model)[0]) == "its projections to queries and keys have no names that are known"
+    )
+
+
 def test_a_projection_of_an_own_class_is_a_reason():
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from attention_modules import swap_attention
-from attention_modules.analysis import local_lipschitz
+from attention_modules import SelfAttention, swap_attention
+from attention_modules.analysis import local_lipschitz, token_similarity
 from lightning_tasks.callbacks import (
     AttentionDiversification,
     AttentionMonitor,
@@ -24,6 +24,7 @@ from lightning_tasks.callbacks import (
 )
 from lightning_tasks.callbacks.attention_monitor import OBSERVABLES
 from lightning_tasks.callbacks.monitoring.warnings import FEWEST_KEYS
+from tests.attention_modules.hosts.model.test_seen import PadsInside
 from tests.lightning_tasks.callbacks.modules import fit, weights_of
 
 LENGTH, PADDING, VOCABULARY, WIDTH = 20, 44, 50, 16
@@ -238,3 +239,59 @@ def test_watching_plain_layers_on_padding_changes_no_bit(host):
     (watched, weights), (bare, expected) = (seen(host, of, "before", 2) for of in (plain, list))
     assert torch.equal(weights, expected)
     assert watched["val/loss"] == bare["val/loss"]
+
+
+class Inside(pl.LightningModule):
+    """One layer that pads inside."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = PadsInside()
+        self.x = torch.randn(2, 6, WIDTH)
+
+    def validation_step(self, lengths, batch_idx):
+        self.layer(self.x, torch.arange(6) < lengths[:, None])
+
+
+@pytest.mark.parametrize("lengths", [[3, 6], [6, 6]])
+def test_samples_whose_padding_has_no_known_place_are_left_out_or_told_of(lengths, recwarn):
+    monitors = [AttentionMonitor(1, ["token_similarity", "entropy"]), LipschitzMonitor(max_tokens=None)]
+    run = pl.Trainer(accelerator="cpu", logger=False, callbacks=monitors, enable_progress_bar=False)
+    module = Inside()
+    run.validate(module, DataLoader(torch.tensor(lengths), batch_size=2), verbose=False)
+    whole = module.x if lengths[0] == 6 else module.x[1:]
+    found = float(run.callback_metrics["val/attention/token_similarity/layer_00"])
+    assert found == pytest.approx(token_similarity(whole).mean().item(), rel=1e-4)
+    told = [str(one.message) for one in recwarn if "padding counts" in str(one.message)]
+    assert len(told) == (lengths[0] != 6)
+
+
+class Rows(pl.LightningModule):
+    """One layer with a mask of rows, in which padding sees itself alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = SelfAttention(WIDTH, 4)
+        self.x = torch.randn(2, 6, WIDTH)
+
+    def validation_step(self, lengths, batch_idx):
+        seen = torch.arange(int(lengths.max())) < lengths[:, None]
+        mask = (seen[:, None] & seen[:, :, None]) | torch.eye(seen.shape[1], dtype=torch.bool)
+        self.layer(self.x[-len(lengths) :, : seen.shape[1]], attn_mask=mask[:, None])
+
+
+def test_padding_that_sees_itself_alone_does_not_count():
+    found = []
+    for lengths in ([3, 6], [3], [6]):
+        module = Rows()
+        module.x = module.x[:1] if lengths == [3] else module.x
+        monitors = [AttentionMonitor(1, ["entropy", "token_similarity"])]
+        run = pl.Trainer(accelerator="cpu", logger=False, callbacks=monitors, enable_progress_bar=False)
+        run.validate(module, DataLoader(torch.tensor(lengths), batch_size=2), verbose=False)
+        found.append({name: float(value) for name, value in run.callback_metrics.items() if "layer_00" in name})
+    both, short, long = found
+    entropy, similarity = (f"val/attention/{name}/layer_00" for name in ("entropy", "token_similarity"))
+    assert both[entropy] == pytest.approx((3 * short[entropy] + 6 * long[entropy]) / 9, rel=1e-4)
+    assert both[similarity] == pytest.approx((short[similarity] + long[similarity]) / 2, rel=1e-4)

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 from attention_modules.hosts import attention_layers
 from attention_modules.stabilizers.sigma import plain_state, renew_averaged, reparametrizations, sigma_reparametrize
+from datamodules import DigitsDataModule
 from lightning_tasks import load_swapped
 from lightning_tasks.callbacks import (
     AttentionMonitor,
@@ -19,6 +20,7 @@ from lightning_tasks.callbacks import (
     SpectrumMonitor,
     SwapAttention,
 )
+from lightning_tasks.image_classification import ImageClassificationTask
 from tests.lightning_tasks.callbacks.locater_cells import GAMMA, TARGET, WEIGHT, callback, naive_penalty
 from tests.lightning_tasks.callbacks.modules import (
     DIM,
@@ -127,6 +129,19 @@ def test_the_plain_checkpoint_loads_and_the_way_back():
     torch.testing.assert_close(plain(inputs), module(inputs))
     module.load_state_dict(TinyLM().state_dict())
     torch.testing.assert_close(module(inputs), TinyLM()(inputs), atol=1e-5, rtol=1e-5)
+
+
+def test_a_task_without_it_says_what_the_checkpoint_of_a_run_with_it_needs(tmp_path):
+    sizes = {"img_size": 8, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    task, data = ImageClassificationTask(model_options=sizes), DigitsDataModule()
+    run = {**QUIET, "max_steps": 1, "accelerator": "cpu", "limit_val_batches": 1}
+    trainer = pl.Trainer(**run, callbacks=[SigmaReparam()])
+    trainer.fit(task, data)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    again = ImageClassificationTask(model_options=sizes)
+    with pytest.raises(ValueError, match=r"trainer\.callbacks\+=attnswap\.callbacks\.SigmaReparam with the options"):
+        pl.Trainer(**run).validate(again, data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    pl.Trainer(**run, callbacks=[SigmaReparam()]).validate(again, data, ckpt_path=tmp_path / "last.ckpt", verbose=False)
 
 
 def test_a_module_that_was_swapped_too_is_rebuilt(tmp_path):
