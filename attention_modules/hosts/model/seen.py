@@ -44,17 +44,18 @@ def counting(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return mask.bool()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Call:
-    """A call of self-attention: which of its tokens are seen, of how many samples and tokens, and how these lie."""
+    """A call of self-attention: which of its tokens are seen, of how many samples and tokens, and how these lie.
+
+    What :func:`_look` finds: whether some are not seen, and others than in the first call of this size that says so.
+    """
 
     seen: Tensor | None
     size: tuple[int, int]
     samples_first: bool
-
-    @property
-    def is_padded(self) -> bool:
-        return self.seen is not None and not bool(self.seen.all())
+    is_padded: bool = False
+    differs: bool = False
 
     def lies_in(self, size: tuple[int, ...]) -> bool:
         """Whether an output whose first dimensions have this size may be of these tokens."""
@@ -143,6 +144,7 @@ class SeenTokens:
             of_layers: by name, what layers gave in their first calls, ``[B, N, C]``.
             again: calls the model with the same, and returns both; where None, one is warned if it were needed.
         """
+        _look(self._calls)
         self._of_outputs = {name: self.of_layer(name) for name in of_layers}
         size = tuple(output.shape[:2])
         of_size = [call for call in self._calls if call.lies_in(size)] if output.ndim > 2 else []
@@ -230,18 +232,26 @@ class SeenTokens:
                 handle.remove()
 
 
+def _look(calls: Sequence[_Call]) -> None:
+    """Ask the tensors of all calls at once, as each answer would have a device waited for."""
+    told = [(call, call.seen) for call in calls if call.seen is not None]
+    first: dict[tuple[int, int], Tensor] = {}
+    for call, seen in told:
+        first.setdefault(call.size, seen)
+    if not told:
+        return
+    answers = [torch.stack([~seen.all(), (seen != first[call.size]).any()]) for call, seen in told]
+    found = torch.stack([each.to(answers[0]) for each in answers]).tolist()
+    for (call, _), (is_padded, differs) in zip(told, found, strict=True):
+        call.is_padded, call.differs = is_padded, differs
+
+
 def _are_one(calls: Sequence[_Call], size: tuple[int, ...]) -> bool:
     """Whether these calls tell the same of an output of this size, and of how its tokens lie."""
-    first = calls[0]
     if size[0] == size[1] and not all(call.samples_first for call in calls):
         return False
-    if first.seen is None:
-        return not any(call.is_padded for call in calls)
-    return all(
-        call.size == first.size
-        and (call.seen is first.seen or (call.seen is not None and torch.equal(call.seen, first.seen)))
-        for call in calls
-    )
+    alike = all(call.size == calls[0].size and call.seen is not None and not call.differs for call in calls)
+    return alike or not any(call.is_padded for call in calls)
 
 
 def unplaced(seen: Tensor, tokens: Tensor) -> Tensor:
