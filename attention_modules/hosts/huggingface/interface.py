@@ -153,7 +153,7 @@ def mechanism_attention_forward(
         **remembered,
     )
     nothing = None if mechanism.gives_weights else out.new_empty(*out.shape[:-1], 0)
-    if plain is not None and plain.out is not None:
+    if plain is not None and plain.out is not None and out is plain.handed:  # else a hook has put another in its place
         return plain.out
     return out.transpose(1, 2).contiguous(), nothing if weights.shown is None else weights.shown
 
@@ -169,13 +169,15 @@ class _Plain:
         self.call = call
         self.sent: tuple[Tensor, ...] = ()
         self.out: tuple[Tensor, Tensor | None] | None = None
+        self.handed: Tensor | None = None
 
     def __call__(self, *handed: Tensor) -> Tensor | None:
         """Its output, ``[B, H, N, d]``; None for others than were sent, by which a penalty enters."""
         if any(one is not other for one, other in zip(handed, self.sent, strict=True)):
             return None
         self.out = self.call()
-        return self.out[0].transpose(1, 2)
+        self.handed = self.out[0].transpose(1, 2)
+        return self.handed
 
     @classmethod
     def of(cls, module: Any, tensors: Sequence[Tensor | None], arguments: Mapping[str, Any]) -> _Plain | None:

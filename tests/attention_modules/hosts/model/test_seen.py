@@ -206,3 +206,35 @@ def test_where_the_model_cannot_be_called_again_padding_may_count():
     with pytest.warns(UserWarning, match=r"may count: let the model return \[B, N, \.\.\.\]"):
         seen.settle(out, {})
     assert seen.of_output is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_padding_counts_nowhere_in_models_of_transformers(kind):
+    """Some logits alone, and two sequences of as many tokens. The witness: each sample alone, without padding."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ids, others = torch.randint(1, 30, (2, 3, 6))
+    lengths, lengths_of_others = [4, 6, 5], [5, 3, 6]
+    if kind == "llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=30, **sizes, initializer_range=0.3))
+        mask = torch.stack([(torch.arange(6) >= 6 - n).long() for n in lengths])
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+        alone = [{"input_ids": one[None, 6 - n :]} for one, n in zip(ids, lengths, strict=True)]
+        given, *alone = ({**each, "logits_to_keep": 5} for each in (given, *alone))
+    else:
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+        model = transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=30, **sizes, dropout_rate=0.0, initializer_factor=2.0)
+        )
+        masks = [torch.arange(6) < torch.tensor(each)[:, None] for each in (lengths, lengths_of_others)]
+        given = {"input_ids": ids, "attention_mask": masks[0].long()}
+        given |= {"decoder_input_ids": others, "decoder_attention_mask": masks[1].long()}
+        both = zip(ids, others, lengths, lengths_of_others, strict=True)
+        alone = [{"input_ids": a[None, :n], "decoder_input_ids": b[None, :m]} for a, b, n, m in both]
+    padded, wanted = (swap_drift(model.double(), "sink", batches) for batches in ([given], alone))
+    for name in ("relative_error", "cosine", "kl", "same_class"):
+        assert getattr(padded.output, name) == pytest.approx(getattr(wanted.output, name), rel=1e-9)
+    for row, other in zip(padded.layers, wanted.layers, strict=True):
+        assert row.relative_error == pytest.approx(other.relative_error, rel=1e-9)
+        assert row.output.kl == pytest.approx(other.output.kl, rel=1e-9)
