@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from attention_modules import AttentionMechanism
+from attention_modules import AttentionMechanism, AttentionSwapError
 from attention_modules.hosts import AttentionLayer, attention_layers
 from attention_modules.kernels import untransformed
 from attention_modules.mechanisms.softmax import SoftmaxAttention
@@ -164,8 +164,11 @@ class MechanismObserver(LayerObserver, shared=True):
     def _make_observable(self, pl_module: pl.LightningModule) -> None:
         self._leave_hooked_alone(pl_module)
         plain = [layer.name for layer in self._chosen(pl_module) if layer.mechanism is None]
-        if plain:
+        try:
             make_observable(pl_module, plain)
+        except AttentionSwapError as error:
+            name = type(self).__name__
+            raise AttentionSwapError(f"{name} shows a plain layer as softmax attention: {error}") from error
         trainer = pl_module.trainer
         for layer in self._chosen(pl_module):
             mechanism = self._mechanism(layer)
